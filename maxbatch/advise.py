@@ -216,7 +216,8 @@ def _whole(argument: str) -> str:
 
 
 def _mesh(config: Config, place: Place | None, num_devices: int) -> Topology:
-  """That divides the batch: the configuration's where no slice is named, whose meshes are all tried."""
+  """Returns a mesh that divides the batch: the configuration's where no slice is named, whose
+  meshes are all tried."""
   if place is None:
     return count_devices(config, num_devices).layout
   if num_devices:
@@ -228,7 +229,7 @@ def _mesh(config: Config, place: Place | None, num_devices: int) -> Topology:
 
 
 def _given(config: Config, keys: Sequence[str]) -> frozenset[str]:
-  """Keys on the command line, and those that a file gives another value than base.yml."""
+  """Returns keys on the command line, and those that a file gives another value than base.yml."""
   named = {argument.partition("=")[0] for argument in keys}
   default, now = to_flat_dict(load_config(["config=base"])), to_flat_dict(config)
   return frozenset(named | {key for key, value in now.items() if value != default.get(key)})
@@ -297,7 +298,8 @@ def _frontier(advice: Advice) -> Chart:
 
 
 def _rules(advice: Advice) -> Chart:
-  """Every rule's batch over the data overhead: those that can be carried are lines through 0."""
+  """Draws every rule's batch over the data overhead: those that can be carried are lines through
+  0."""
   overheads = [0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0]
   lines = []
   for one in advice.size.said:
@@ -339,13 +341,13 @@ def configuration(
 
 
 def _base(name: str) -> str:
-  """A shipped file by its name, any other by its whole path: the advice may lie elsewhere."""
+  """Names a shipped file by its name, any other by its whole path: the advice may lie elsewhere."""
   path = Path(name).expanduser()
   return _value(str(path.absolute()) if path.is_file() else name)
 
 
 def _value(value: object) -> str:
-  """In one line; text is quoted where it could be read as something else."""
+  """Writes a value in one line; text is quoted where it could be read as something else."""
   dumped = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
   return dumped.removesuffix("\n").removesuffix("\n...")
 

@@ -112,7 +112,7 @@ def _analyze(arguments: Arguments[AnalyzerArguments]) -> None:
 
 
 def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:
-  """The run's devices and hosts, here or not, and what its step consumes.
+  """Returns the run's devices and hosts, here or not, and what its step consumes.
 
   Raises:
     UserError: keys that exclude each other, or sizes that do not work.
@@ -153,14 +153,15 @@ def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:
 def _request(
   config: Config, plan: BatchPlan, num_hosts: int, own: AnalyzerArguments, target: Target | None
 ) -> Request:
-  """What is asked. Raises UserError for hosts that the devices or the nodes do not divide over."""
+  """Returns the request. Raises UserError for hosts that the devices or the nodes do not divide
+  over."""
   slurm(Setting(), num_hosts, own.tasks_per_node)
   host_loads(plan, num_hosts)
   return Request(config, plan, num_hosts, own.tasks_per_node, own.margin, target)
 
 
 def _planned(config: Config, plan: BatchPlan) -> BatchPlan:
-  """The plan, once its loads are checked. Raises UserError if one is no whole number of samples."""
+  """Plans, and checks the loads. Raises UserError if one is no whole number of samples."""
   check_loads(plan, streamed=streams(config))
   return plan
 

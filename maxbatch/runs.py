@@ -92,7 +92,7 @@ def _figures(run: RunHistory) -> tuple[str, ...]:
 
 
 def _short(number: float) -> str:
-  """Three digits: 832, 12.3k, 4.56M."""
+  """Formats three digits: 832, 12.3k, 4.56M."""
   for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
     if number >= size:
       return f"{number / size:.3g}{unit}"

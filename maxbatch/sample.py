@@ -234,7 +234,7 @@ def _choice(own: SampleArguments, run: RunConfig) -> Choice:
 
 
 def _texts(job: _Job) -> Iterator[_Text]:
-  """All that is asked for, in its order."""
+  """Yields all texts that are asked for, in order."""
   num_groups = -(-len(job.requests) // job.own.samples_at_once)
   size = -(-len(job.requests) // num_groups)
   for start in range(0, len(job.requests), size):
@@ -246,7 +246,7 @@ def _texts(job: _Job) -> Iterator[_Text]:
 
 
 def _streamed(job: _Job, group: Sequence[Request], chunk: int) -> Iterator[Samples]:
-  """The texts of a group, after every chunk of tokens; on the host."""
+  """Yields the texts of a group, after every chunk of tokens; on the host."""
   params, mesh = on_fewest_devices(job.params, job.mesh, len(group))
   sampler = Sampler(job.model, job.choice, job.own.max_new_tokens, job.max_target_length, mesh)
   numbers = [request.number for request in group]
@@ -297,7 +297,7 @@ def _show_all(job: _Job) -> None:
 
 
 def _opening(job: _Job, request: Request) -> str:
-  """What a text goes on from, to be shown before it."""
+  """Returns what a text goes on from, to be shown before it."""
   return printable(str(request.prompt)) if job.shows_prompts else ""
 
 

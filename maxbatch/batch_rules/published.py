@@ -16,8 +16,7 @@ from maxbatch.batch_rules.rule import (
 
 
 def expected_loss(parameters: float, tokens: float) -> float:
-  """Estimates nats per token after training, for the rules that ask for a loss: 1.69 + 406.4 /
-  N^0.34 + 410.7 / D^0.28.
+  """Estimates nats per token after training: 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28.
 
   Hoffmann et al. 2022 (arXiv 2203.15556), equation 10, on MassiveText with its tokenizer. Another
   tokenizer or other data have another loss, so what follows from this one is indicative.
@@ -57,8 +56,8 @@ def _deepseek_tokens(training: Training) -> float:
 
 
 def _nanochat_tokens(training: Training) -> float:
-  """Returns the tokens to the nearest power of 2, from 2^19 for 12 tokens for each of a 12-layer
-  model's parameters in its matrices and its head."""
+  """Returns tokens to the nearest power of 2, from 2^19 for 12 tokens for each of a 12-layer model's
+  parameters in its matrices and its head."""
   measured = 12 * (12 * 12 * 768**2 + 768 * 32768)
   return 2.0 ** round(math.log2(2**19 * (training.tokens / measured) ** 0.383))
 

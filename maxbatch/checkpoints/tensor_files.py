@@ -44,7 +44,7 @@ class StoredArray:
     return math.prod(self.shape) * self.dtype.itemsize
 
   def blocks(self) -> Iterator[np.ndarray]:
-    """All of it in turn, divided along the first dim into parts that are stored together."""
+    """Yields all of it in turn, divided along the first dim into parts that are stored together."""
     for index in block_indices(self.shape, self.dtype, self.rows_together):
       yield self.read(index)
 
@@ -52,7 +52,7 @@ class StoredArray:
 def block_indices(
   shape: tuple[int, ...], dtype: np.dtype, rows_together: int = 1
 ) -> Iterator[Index]:
-  """An array in parts that are a moderate amount of memory, divided along its first dim.
+  """Yields the indices that divide an array along its first dim into parts of moderate size.
 
   Args:
     shape: of the whole array.
@@ -123,7 +123,7 @@ class TensorFolder:
     return sorted(self._tensors)
 
   def __getitem__(self, name: str) -> StoredArray:
-    """One tensor, still on disk. Raises UserError: numpy has no such dtype."""
+    """Returns one tensor, still on disk. Raises UserError: numpy has no such dtype."""
     path, place = self._tensors[name]
     code, shape = place["dtype"], tuple(place["shape"])
     if code not in _DTYPES:
@@ -288,7 +288,7 @@ def _bytes(part: np.ndarray) -> memoryview:
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:
-  """What stands before the tensors, padded so that they are aligned."""
+  """Returns what stands before the tensors, padded so that they are aligned."""
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   end = 0
   for spec in specs:

@@ -157,6 +157,7 @@ def _check_name(name: str, own: Sequence[str], arguments: Sequence[str]) -> None
 
 
 def _check_file(name: str, path: str, example: str, *, is_apart: bool) -> None:
-  """`is_apart`: the file is an argument of its own, which another key or option may be instead."""
+  """Refuses the name of a file that is none; `is_apart`: it is an argument of its own, which
+  another key or option may be instead."""
   if not path or (is_apart and ("=" in path or path.startswith("--"))):
     raise UserError(f"{name} {path}: name a file; for example {name} {example}")

@@ -65,7 +65,7 @@ def _shown(argument: Declared) -> str:
 
 
 def _wrapped(text: str, start: str) -> list[str]:
-  """Lines of which the first begins with `start`, and the others below the end of that."""
+  """Wraps a text; the first line begins with `start`, and the others are indented by its width."""
   indent = " " * len(start)
   return textwrap.wrap(
     text, _WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False

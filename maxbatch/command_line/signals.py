@@ -86,7 +86,7 @@ class StopSignals:
   """
 
   def __init__(self, *, shared: bool = False) -> None:
-    """`shared`: whether several processes train together."""
+    """Takes as `shared` whether several processes train together."""
     self.requested = False
     self._shared, self._heard = shared, False
     self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()

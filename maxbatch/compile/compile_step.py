@@ -109,7 +109,8 @@ def write_reports(
 
 
 def placeholder_rows(config: Config) -> RowSource:
-  """Rows of the run's shapes, which follow from its keys alone: the data need not be here."""
+  """Returns rows of the run's shapes, which follow from its keys alone: the data need not be
+  here."""
   data = dataclasses.replace(config.data, dataset_type="synthetic")
   return build_dataset(data, config.batch.max_target_length).train
 

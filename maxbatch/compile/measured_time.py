@@ -53,7 +53,7 @@ def measure_step(
   seconds: float | None = None,
   clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-  """Times steps of one microbatch and of more, to tell the time of a microbatch from the rest.
+  """Times steps of one microbatch and of more, to separate the time of a microbatch from the rest.
 
   Args:
     shapes: the rows it takes: (capacity, B, …), with capacity 1 when streamed.
@@ -149,12 +149,13 @@ def synthetic(trainer: Trainer, shapes: Rows) -> Any:
 
 
 def _numbered(x: Any, dim: int) -> jax.Array:
-  """Each entry's number along `dim`: microbatches, rows, tokens."""
+  """Returns each entry's number along `dim`: microbatches, rows, tokens."""
   return jax.lax.broadcasted_iota(x.dtype, x.shape, dim)
 
 
 def _affordable(one: float, most: int, seconds: float) -> tuple[int, int]:
-  """Microbatches of the longer step, and repeats, when a step of one takes `one` seconds."""
+  """Returns microbatches of the longer step, and repeats, when a step of one takes `one`
+  seconds."""
   one = max(one, 1e-6)
   many = min(most, max(2, int(seconds / (_FEWEST * one))))
   enough = max(_FEWEST, int(_MOST_A_SECOND * seconds))

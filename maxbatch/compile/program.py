@@ -39,7 +39,7 @@ class DoesNotFitError(Exception):
   """The compiler found no way to run the step in a device's memory."""
 
   def __init__(self, needed_bytes: int):
-    """`needed_bytes`: of one device, as far as the compiler says; 0 if it does not."""
+    """Takes the bytes needed on one device, as far as the compiler says; 0 if it does not."""
     super().__init__(f"the step needs {gib(needed_bytes)} a device")
     self.needed_bytes = needed_bytes
 
@@ -187,7 +187,7 @@ def held_bytes(tree: Any) -> int:
 
 
 def refuse_if_too_large(error: Exception) -> None:
-  """Does nothing if `error` is about something else than memory.
+  """Raises DoesNotFitError if `error` says that the program is too large; else does nothing.
 
   Raises:
     DoesNotFitError: it is about memory, of a device that compiles or of one that runs.
@@ -238,7 +238,7 @@ def gib(size: float) -> str:
 
 
 def memory_suggestions(config: Config) -> str:
-  """Keys that reduce the memory needed, with their values."""
+  """Suggests keys that reduce the memory needed, with their values."""
   fsdp, length = config.mesh.ici_fsdp_parallelism, config.batch.max_target_length
   every = fsdp == -1  # The state is divided over all devices that there are.
   ways = [

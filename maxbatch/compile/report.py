@@ -49,7 +49,8 @@ class Sampling(Protocol):
     ...
 
   def largest(self, step: ProgramMemory, state: int) -> int:
-    """Bytes that a device needs, be it for the step or for sampling; `state`: between steps."""
+    """Returns the bytes that a device needs, be it for the step or for sampling; `state`: between
+    steps."""
     ...
 
   def step_seconds(self, training: float) -> float | None:
@@ -96,7 +97,7 @@ class CompileReport:
 
   @property
   def num_microbatches(self) -> int:
-    """Of the largest step of this shape."""
+    """Microbatches of the largest step of this shape."""
     return self.plan.largest_phase(self.micro_batch).num_microbatches
 
   @property
@@ -106,12 +107,12 @@ class CompileReport:
 
   @property
   def model_microbatch_flops(self) -> float:
-    """What the model asks of one device in one microbatch."""
+    """FLOPs that the model asks of one device in one microbatch."""
     return self.model_flops_per_token * float(self.plan.device_tokens(self.micro_batch))
 
   @property
   def rows_bytes(self) -> int:
-    """What the step is fed, on one device."""
+    """Bytes of the step's input, on one device."""
     return max(0, self.program.memory.arguments - self.state.total)
 
   @property
@@ -121,7 +122,7 @@ class CompileReport:
 
   @property
   def peak(self) -> int:
-    """Of training and sampling the larger."""
+    """Peak bytes of training and sampling, the larger."""
     memory = self.program.memory
     return self.sampling.largest(memory, self.state.total) if self.sampling else memory.peak
 
@@ -132,12 +133,12 @@ class CompileReport:
 
   @property
   def step_seconds(self) -> float | None:
-    """Of a step of `num_microbatches` microbatches."""
+    """Seconds of a step of `num_microbatches` microbatches."""
     return self.time.of(self.num_microbatches) if self.time else None
 
   @property
   def sampled_step_seconds(self) -> float | None:
-    """Of a step with its sampling."""
+    """Seconds of a step with its sampling."""
     if self.sampling is None or self.step_seconds is None:
       return None
     return self.sampling.step_seconds(self.step_seconds)

@@ -137,7 +137,7 @@ def beside_layers(
 
 
 def _of_a_microbatch(pipeline: Pipeline) -> Mapping[str, int]:
-  """Ticks with each work that another microbatch adds to a timetable."""
+  """Returns the ticks with each kind of work that another microbatch adds to a timetable."""
   one, two = (
     ticks_by_operation(pipeline.schedule, pipeline.shape_of(num_microbatches))
     for num_microbatches in (1, 2)
@@ -175,7 +175,7 @@ class StepTime:
     return self.rest + num_microbatches * self.seconds_per_microbatch
 
   def other_of(self, num_microbatches: int) -> float:
-    """Its part that is no forward or backward of a pipeline's layers."""
+    """Returns the seconds that are no forward or backward of a pipeline's layers."""
     return self.other_rest + num_microbatches * self.other_per_microbatch
 
 

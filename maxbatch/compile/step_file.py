@@ -172,7 +172,7 @@ def _shown(value: Any) -> str:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[_Opened]:
-  """The file that `compiled_step` names; what is wrong with it in the words of the keys."""
+  """Opens the file that `compiled_step` names; errors in it are said in the words of the keys."""
   file_path = Path(path).expanduser()
   try:
     if file_path.is_fifo():

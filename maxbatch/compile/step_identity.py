@@ -109,8 +109,8 @@ def lowered_hash(
 
 @contextlib.contextmanager
 def _without_locations() -> Iterator[None]:
-  """Inside, what is lowered names no file: a kernel's bytecode would, and would so depend on where
-  Python packages are installed."""
+  """Lowers programs without file names inside this context: a kernel's bytecode would hold them,
+  and so depend on where Python packages are installed."""
   before = jax.config.values[_TRACEBACK_LIMIT]
   jax.config.update(_TRACEBACK_LIMIT, 0)
   try:
@@ -137,7 +137,7 @@ def compiler_environment(device: Any) -> dict[str, object]:
 
 
 def library_versions() -> dict[str, str | None]:
-  """Versions of what a step is traced with, besides jax."""
+  """Returns the versions of what a step is traced with, besides jax."""
   return {package: _version(package) for package in _LIBRARIES}
 
 
@@ -175,7 +175,7 @@ def _cpu() -> str:
 
 
 def _setting(name: str) -> object:
-  """As JSON holds it: levels are enumerations."""
+  """Returns a setting as JSON holds it: levels are enumerations."""
   value = jax.config.values[name]
   return value if isinstance(value, bool | int | float | str | None) else str(value)
 

@@ -33,7 +33,7 @@ class StepFlops(NamedTuple):
 
   @property
   def total(self) -> float:
-    """Of a step of one microbatch."""
+    """FLOPs of a step of one microbatch."""
     return self.per_microbatch + self.rest
 
   def divided(self, ways: int) -> "StepFlops":
@@ -107,7 +107,8 @@ def _of_equation(equation: Any) -> _Places:
 
 
 def _moved(places: _Places, *, in_loop: bool = False, work: str = EVERY_TICK) -> _Places:
-  """As seen from outside of a loop, or of a work: an inner one's name stays."""
+  """Returns the places as seen from outside of a loop, or of a part of the work: an inner one's
+  name stays."""
   return _added(
     {(in_loop or inside, inner or work): flops} for (inside, inner), flops in places.items()
   )
@@ -123,7 +124,7 @@ def _added(parts: Iterable[_Places]) -> _Places:
 
 
 def _times(name: str, parameters: dict[str, Any]) -> int:
-  """Executions of what an equation contains, over all devices."""
+  """Returns how often what an equation contains is executed, over all devices."""
   if name == "scan":
     return parameters["length"]
   if name == "shard_map":

@@ -73,7 +73,7 @@ class RelativePath(FileName):
     return short and value.isprintable() and not {"", ".", ".."} & set(parts)
 
   def nearest(self, value: str) -> str:
-    """What is left of `value` without what does not work in it."""
+    """Returns what is left of `value` without what does not work in it."""
     printable = "".join(char if char.isprintable() else "_" for char in value)
     parts = [part[:40] for part in printable.split("/") if part not in ("", ".", "..")]
     return "/".join(parts[:8]) or "my_run"

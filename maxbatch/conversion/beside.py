@@ -45,8 +45,8 @@ def carry_along(source: Path, target: Path) -> None:
 
 
 def tokenizer_keys(folder: Path, run: RunFolder) -> list[str]:
-  """The keys for the tokenizer of a model's folder, once it is carried along into a run's. Raises
-  UserError: tokenizer_config.json cannot be read."""
+  """Returns the keys for the tokenizer of a model's folder, once it is carried along into a run's.
+  Raises UserError: tokenizer_config.json cannot be read."""
   place = f"tokenizer_path={run.hugging_face.absolute()}"
   if (folder / "tokenizer.json").is_file():
     # A model without such a token was not trained with one.
@@ -59,7 +59,7 @@ def tokenizer_keys(folder: Path, run: RunFolder) -> list[str]:
 
 
 def origin_of(config: Config) -> Path | None:
-  """The folder of what was beside the weights that a run began with, if it is known."""
+  """Returns the folder of the model that a run began with, if it is known."""
   began_with = Path(config.checkpoint.load_parameters_path).expanduser()
   folders = (
     RunFolder.of(config.run).hugging_face,
@@ -98,7 +98,7 @@ def write_beside(config: Config, target: Path) -> Tokenizer:
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-  """The special ids as config.json and generation_config.json name them."""
+  """Returns the special ids as config.json and generation_config.json name them."""
   ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
   return {f"{role}_token_id": id_ for role, id_ in ids.items()}
 
@@ -125,7 +125,8 @@ _WEIGHTS = (SINGLE, INDEX, "model-*.safetensors")
 
 
 def model_folder(key: str, name: str, token: str = "") -> Path:
-  """The folder that `key=name` means; a name on the hub is downloaded, unless it is in its cache.
+  """Returns the folder that `key=name` means; a name on the hub is downloaded, unless it is in its
+  cache.
 
   Args:
     name: a folder, or a model as OWNER/MODEL.

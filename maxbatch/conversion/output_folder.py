@@ -33,7 +33,7 @@ class Converted:
 def converted(
   folder: Path, model_type: str, specs: Collection[TensorSpec], notes: Collection[str]
 ) -> Converted:
-  """The same, of the tensors that were written."""
+  """Returns the same, of the tensors that were written."""
   dtype = next(iter(specs)).dtype.name
   size = sum(math.prod(spec.shape) for spec in specs)
   return Converted(folder, model_type, dtype, size, total_bytes(specs), tuple(notes))
@@ -51,7 +51,7 @@ _KEPT_OF_NAME = 50
 
 @contextlib.contextmanager
 def whole_folder(given: str, instead: str, folder: Path, num_bytes: int) -> Iterator[Path]:
-  """A folder to write to, which becomes `folder` at the end; after an error nothing is left.
+  """Yields a folder to write to, which becomes `folder` at the end; after an error nothing is left.
 
   Args:
     given: the keys that name it, with their values, for errors.

@@ -37,7 +37,8 @@ class Place:
   """Of all of them, as they are in the file."""
 
   def read(self, theirs: StoredArray, index: Index) -> np.ndarray:
-    """A part of ours, of the tensor as it is stored; values beyond the end of a dim are zeros.
+    """Reads a part of our parameter from the tensor as it is stored; values beyond the end of a dim
+    are zeros.
 
     A dim is longer than in the file where the vocabulary is padded.
     """
@@ -57,7 +58,7 @@ class Place:
 
 
 def _range(index: Index, shape: Shape, before: int = 0) -> slice:
-  """The rows, or columns, that hold a part of some dims flattened, `before` others."""
+  """Returns the rows, or columns, that hold a part of some dims flattened, `before` others."""
   rest = math.prod(shape[1:])
   first, last = (index[0].start, index[0].stop) if index else (0, 1)
   return slice(before + first * rest, before + last * rest)
@@ -76,7 +77,7 @@ def _within(wanted: slice, held: slice) -> slice:
 
 
 def _read_matrix(theirs: StoredArray, tensor: Tensor, rows: slice, columns: slice) -> np.ndarray:
-  """A rectangle of theirs as (inputs, outputs), or part of a vector."""
+  """Reads a rectangle of their tensor as (inputs, outputs), or part of a vector."""
   if not tensor.in_dims:
     return theirs.read((columns,))
   if tensor.transposed:
@@ -88,7 +89,8 @@ _SHOWN = 3
 
 
 def load_parameters(folder: Path, model: Model, wanted: Parameters) -> Parameters:
-  """Parameters of a Hugging Face folder, each part read where it is needed, and nowhere else.
+  """Loads parameters of a Hugging Face folder, each part on the process that needs it, and nowhere
+  else.
 
   Args:
     wanted: ShapeDtypeStructs with shardings, of some or all of its parameters; values are cast to
@@ -108,8 +110,8 @@ def load_parameters(folder: Path, model: Model, wanted: Parameters) -> Parameter
 
 
 def reader_of(folder: Path, model: Model) -> "FolderReader":
-  """What reads a model's parameters, all but adapters, from a folder that is checked to have them.
-  Raises UserError: see `load_parameters`."""
+  """Returns a reader of a model's parameters, all but adapters, from a folder that is checked to
+  have them. Raises UserError: see `load_parameters`."""
   shapes = {
     path: leaf.shape
     for path, leaf in leaves_by_path(model.shapes()).items()
@@ -201,7 +203,7 @@ class FolderReader:
         )
 
   def _expected(self) -> Iterator[tuple[str, tuple[Shape, Place]]]:
-    """Every tensor that the parameters need, by the table's name, with its shape."""
+    """Yields every tensor that the parameters need, by the table's name, with its shape."""
     for path, place in self._places.items():
       shape = place.tensor.shape(place.shapes)
       layers = self._shapes[path][0] if place.tensor.is_layered else 1
@@ -215,7 +217,8 @@ def _as_stored(
   vocab_size: int,
   folder: Path,
 ) -> dict[tuple[str, ...], Shape]:
-  """The shapes of one layer, with the folder's vocabulary, which may be smaller than ours."""
+  """Returns the shapes of one layer, with the folder's vocabulary, which may be smaller than
+  ours."""
   results: dict[tuple[str, ...], Shape] = {}
   for path, shape in shapes.items():
     sizes = []

@@ -43,7 +43,7 @@ class CheckpointSource:
 
   @property
   def position(self) -> Position:
-    """How far its run had come."""
+    """The position that its run had reached."""
     return Position(self.record["step"], self.record["samples"])
 
   @property
@@ -69,7 +69,7 @@ class CheckpointSource:
       )
 
   def read(self, model: Model, wanted: Parameters) -> Parameters:
-    """Those of the wanted parameters, ShapeDtypeStructs with shardings, that it has: all but
+    """Reads those of the wanted parameters, ShapeDtypeStructs with shardings, that it has: all but
     adapters, which are fresh without it. All processes must call it. Raises UserError: they cannot
     be read, or are damaged."""
     flat, note = dict(_flat(wanted)), self._elsewhere
@@ -139,8 +139,8 @@ Source = CheckpointSource | HuggingFaceSource
 
 
 def find_source(key: str, given: str) -> Path:
-  """The folder that `key=given` names: of a step, of a run, for its newest, or of a model. Raises
-  UserError: there is nothing of the kind."""
+  """Finds the folder that `key=given` names: of a step, of a run, for its newest, or of a model.
+  Raises UserError: there is nothing of the kind."""
   path = Path(given).expanduser()
   if is_model_folder(path):
     return path.absolute()
@@ -148,14 +148,14 @@ def find_source(key: str, given: str) -> Path:
 
 
 def open_source(key: str, folder: Path) -> Source:
-  """What lies in a folder that `find_source` found. Raises UserError: its record cannot be read."""
+  """Opens the folder that `find_source` found. Raises UserError: its record cannot be read."""
   if is_model_folder(folder):
     return HuggingFaceSource(key, folder)
   return CheckpointSource(key, folder, reading.read_step_record(key, folder))
 
 
 def frozen_note(source: Source, frozen: Parameters) -> dict[str, Any]:
-  """What the checkpoints of a run note of parameters that they do not hold, as JSON."""
+  """Returns what the checkpoints of a run note of parameters that they do not hold, as JSON."""
   flat = {_name(path): leaf for path, leaf in _flat(frozen)}
   prints = fingerprints(flat)
   return {
@@ -171,7 +171,7 @@ def frozen_note(source: Source, frozen: Parameters) -> dict[str, Any]:
 def read_frozen(
   note: Mapping[str, Any], model: Model, wanted: Parameters, run: Path, moved_to: str = ""
 ) -> Parameters:
-  """The parameters that a checkpoint does not hold, read where they are and verified.
+  """Reads the parameters that a checkpoint does not hold, where they are, and verifies them.
 
   Args:
     wanted: ShapeDtypeStructs with shardings, in any dtypes.
@@ -205,8 +205,8 @@ def read_frozen(
 
 
 def frozen_folder(note: Mapping[str, Any], run: Path, moved_to: str = "") -> Path:
-  """Where the parameters are that a checkpoint does not hold: where they were, or moved with its
-  run. Raises UserError: they are not to be found."""
+  """Returns the folder of the parameters that a checkpoint does not hold: where they were, or moved
+  with its run. Raises UserError: they are not to be found."""
   folder = Path(note["folder"])
   beside = run.parent.joinpath(*folder.parts[-3:])
   converted = parameters_to_begin_with(RunFolder(run).checkpoints) if folder.name == "0" else None

@@ -91,21 +91,21 @@ class _Source:
     self.dtype = checkpoint[_leaf(next(iter(self._axes)))].dtype
 
   def specs(self, tensor: Tensor, dtype: np.dtype) -> Iterator[TensorSpec]:
-    """What a row of the table becomes: one tensor, or one for each layer."""
+    """Yields what a row of the table becomes: one tensor, or one for each layer."""
     shape = tensor.shape([self.shapes[path] for path in tensor.parameters])
     layers = self._checkpoint[_leaf(tensor.parameters[0])].shape[0] if tensor.is_layered else 1
     for layer in range(layers):
       yield TensorSpec(tensor.name.format(layer), shape, dtype)
 
   def values(self, table: tuple[Tensor, ...], dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Their tensors in the order of the table, layer after layer."""
+    """Yields their tensors in the order of the table, layer after layer."""
     for tensor in table:
       parts = [self._layers(path, stacked=tensor.is_layered) for path in tensor.parameters]
       for ours in zip(*parts, strict=True):
         yield np.ascontiguousarray(tensor.theirs(ours), dtype)
 
   def _layers(self, path: str, *, stacked: bool) -> Iterator[np.ndarray]:
-    """A parameter layer by layer, or all of it."""
+    """Yields a parameter layer by layer, or all of it."""
     blocks = self._checkpoint.blocks(_leaf(path))
     if stacked:
       for block in blocks:
@@ -166,8 +166,8 @@ def _rows(config: Config, vocab_size: int) -> int:
 
 
 def _family(config: Config, vocab_size: int) -> tuple[Family, dict[str, Any]]:
-  """The family that the run began as, if it still is one of that, else the first that fits; and the
-  config.json, which is that of the beginning if it still says all."""
+  """Returns the family that the run began as, if its model still is of it, else the first that
+  fits; and the config.json, which is the original one if it still says all."""
   ours = model_keys(config) | {"vocab_size": vocab_size}
   length, origin = config.batch.max_target_length, origin_of(config)
   if origin is None:
@@ -255,12 +255,12 @@ class _Fused:
 
   @property
   def module(self) -> str:
-    """What peft calls it, within a layer: `self_attn.q_proj`."""
+    """Its name in peft, within a layer: `self_attn.q_proj`."""
     name = self.tensor.name.removesuffix(".weight")
     return name.partition("{}.")[2] or name
 
   def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and values, layer after layer: A (R, inputs) and B (outputs, R)."""
+    """Yields names and values, layer after layer: A (R, inputs) and B (outputs, R)."""
     stored = {name: [self._whole(name, each) for each in ADAPTER] for name in self._adapted}
     outputs = {name: self._outputs(name) for name in self._parts}
     layers = len(stored[self._adapted[0]][0]) if self.tensor.is_layered else 1

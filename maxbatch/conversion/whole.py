@@ -28,7 +28,8 @@ class WholeCheckpoint:
   """A checkpoint as `StoredCheckpoint` offers it, with all parameters of a model without adapters."""
 
   def __init__(self, checkpoint: StoredCheckpoint, base: "_Elsewhere | None", config: Config):
-    """`base`: the frozen parameters that it does not hold; `config`: of its run."""
+    """Takes as `base` the frozen parameters that it does not hold, and the configuration of its
+    run."""
     self.folder = checkpoint.folder
     self._own, self._base, self._config = checkpoint, base, config.model
     elsewhere = base.leaves if base else {}
@@ -38,12 +39,12 @@ class WholeCheckpoint:
     self.record: Mapping[str, Any] = {**checkpoint.record, "leaves": kept}
 
   def __getitem__(self, name: str) -> StoredArray:
-    """One array, still on disk, without what adapters add to it."""
+    """Returns one array, still on disk, without what adapters add to it."""
     return self._holder(name)[name]
 
   def blocks(self, name: str) -> Iterator[np.ndarray]:
-    """All of an array in parts along its first dim, verified; with what adapters add to it. Raises
-    UserError: it is damaged."""
+    """Yields all of an array in parts along its first dim, verified, with what adapters add to it.
+    Raises UserError: it is damaged."""
     blocks = self._holder(name).blocks(name)
     beside = [f"{name.rpartition('/')[0]}/{each}" for each in ADAPTER]
     if not name.endswith("/kernel") or beside[0] not in self._adapters:
@@ -61,7 +62,8 @@ class WholeCheckpoint:
   def _merged(
     self, blocks: Iterator[np.ndarray], shape: tuple[int, ...], a: np.ndarray, b: np.ndarray
   ) -> Iterator[np.ndarray]:
-    """Blocks of a kernel (*lead, *in, *out) with those of A (*lead, *in, R) and B (*lead, R, *out)."""
+    """Yields blocks of a kernel (*lead, *in, *out) with those of A (*lead, *in, R) and B (*lead, R,
+    *out) added."""
     rank, lead = a.shape[-1], a.ndim + b.ndim - 2 - len(shape)
     factor, first = np.float32(lora.scale(self._config)), 0
     for block in blocks:
@@ -96,7 +98,7 @@ class _Elsewhere:
     return StoredArray(shape, dtype, together, read)
 
   def blocks(self, name: str) -> Iterator[np.ndarray]:
-    """As those of a checkpoint, verified by the fingerprints that the run has noted."""
+    """Yields blocks as a checkpoint does, verified by the fingerprints that the run has noted."""
     differs = UserError(
       f"{self._where} does not hold the frozen parameters that the run began with: {name} differs "
       "from its fingerprint; put the folder back as it was"
@@ -105,8 +107,8 @@ class _Elsewhere:
 
 
 def whole_checkpoint(step: Path, config: Config) -> WholeCheckpoint:
-  """A step's folder, with the frozen parameters that are elsewhere. Raises UserError: there is no
-  checkpoint that can be read so, or what it rests on is gone."""
+  """Opens a step's folder, with the frozen parameters that are elsewhere. Raises UserError: there
+  is no checkpoint that can be read so, or what it rests on is gone."""
   checkpoint = open_checkpoint(step)
   note = checkpoint.record.get("notes", {}).get(FROZEN)
   if note is None:

@@ -49,7 +49,7 @@ class Finding:
 
   @property
   def splits(self) -> tuple[str, ...]:
-    """Those that changed the value or the gradient."""
+    """The splits that changed the value or the gradient."""
     return tuple(dict.fromkeys([*self.errors, *self.gradient_errors]))
 
   def __str__(self) -> str:
@@ -189,7 +189,7 @@ class _Check:
     }
 
   def _gradient_errors(self) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Likewise of the gradient, with the paths of the parameters."""
+    """Returns the relative errors of the gradient by split, with the paths of the parameters."""
     reference, result = self._whole.gradients, {}
     excess_L = np.zeros(len(reference))
     for name, one in self._splits.items():

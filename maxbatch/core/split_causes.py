@@ -141,7 +141,7 @@ class _Parts:
     return self.of(self._probe.sums(Arrangement(index_kB, 1, keys_kB)))
 
   def half(self, rows: np.ndarray) -> "_Part":
-    """A microbatch of half as many rows, by the program of two microbatches."""
+    """Returns a microbatch of half as many rows, by the program of two microbatches."""
     return self.of(self._probe.sums(Arrangement(np.stack([rows] * self._probe.num_rows), 1)))
 
   def same(self, one: np.ndarray, other: np.ndarray, *scales: np.ndarray) -> bool:
@@ -150,7 +150,7 @@ class _Parts:
 
   @functools.cached_property
   def mixtures(self) -> "list[_Part]":
-    """Of 0, 1, 2, 3 and 4 quarters b, and otherwise a."""
+    """Microbatches of 0, 1, 2, 3 and 4 quarters b, and otherwise a."""
     a, b = self._a, self._b
     return [self.arranged(*[a] * (4 - count), *[b] * count) for count in range(5)]
 
@@ -209,7 +209,7 @@ def _rule_mismatch(parts: _Parts, probe: Probe, name: str, is_stat: bool) -> Cau
 
 
 def _separable(parts: _Parts) -> bool:
-  """Whether rows in the same places, with the same keys, add up: AB + BA = AA + BB."""
+  """Returns whether rows in the same places, with the same keys, add up: AB + BA = AA + BB."""
   A, B = parts.half_a, parts.half_b
   ab, ba, aa, bb = (
     parts.arranged(*halves, keys_in_place=True).profile
@@ -243,7 +243,7 @@ def _is_linear(parts: _Parts, profiles: list[np.ndarray]) -> bool:
 
 
 def _is_weighted_mean(parts: _Parts, profiles: list[np.ndarray]) -> bool:
-  """Whether they are (x·first + λ·y·last) / (x + λ·y) for x parts of a and y of b."""
+  """Returns whether they are (x·first + λ·y·last) / (x + λ·y) for x parts of a and y of b."""
   first, _, middle, _, last = profiles
   toward, back = middle - first, last - middle
   weight = float(toward @ back) / (float(back @ back) or 1.0)

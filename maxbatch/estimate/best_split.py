@@ -94,8 +94,8 @@ def best_split(
 
 
 def simplest(results: Sequence[BatchSplit]) -> BatchSplit:
-  """The fastest on the simplest mesh that is about as fast as any: what differs by less than estimates
-  usually err is no reason to share layers, or for replicas."""
+  """Returns the fastest on the simplest mesh that is about as fast as any: what differs by less
+  than estimates usually err is no reason to share layers, or for replicas."""
   most = max(one.step.tokens_per_second for one in results)
   enough = most / (1 + step_rates().spread["seconds"])
   alike = [one for one in results if one.step.tokens_per_second >= enough]
@@ -151,7 +151,8 @@ def divisible_batches(
 
 
 def meshes(work: StepWork, devices_per_slice: int, num_slices: int = 1) -> Iterator[Topology]:
-  """Meshes worth estimating: devices that share layers × replicas × devices that divide weights.
+  """Yields meshes worth estimating: devices that share layers × replicas × devices that divide
+  weights.
 
   Slices are data replicas of each other: their network is too slow for anything each microbatch
   needs.

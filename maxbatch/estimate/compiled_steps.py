@@ -176,7 +176,7 @@ def named(report: str) -> tuple[str, int]:
 
 
 def read_report(text: str, work: StepWork) -> list[CompiledStep]:
-  """The steps in the text of a compile report, which may have several, and those in the table of
+  """Reads the steps in a compile report, which may have several, and those in the table of
   micro_batch_size=explore that stands before it, of which only times and peaks are known.
 
   Args:

@@ -100,7 +100,8 @@ def _convolution_flops(within: Computation, one: Instruction) -> int:
 
 
 def _window(one: Instruction) -> Mapping[str, list[tuple[int, ...]]]:
-  """The window's fields (stride=1x2, pad=0_0x11_11, …), with one entry per spatial dimension."""
+  """Returns the window's fields (stride=1x2, pad=0_0x11_11, …), with one entry per spatial
+  dimension."""
   result = _WINDOW.search(one.attributes)
   fields = (field.split("=") for field in result[1].split()) if result else ()
   return {
@@ -109,7 +110,8 @@ def _window(one: Instruction) -> Mapping[str, list[tuple[int, ...]]]:
 
 
 def _overlaps(data: int, kernel: int, result: int, window: Mapping[str, tuple[int, ...]]) -> int:
-  """Pairs of positions in kernel and result that multiply data rather than padding or holes."""
+  """Counts pairs of positions in kernel and result that multiply data rather than padding or
+  holes."""
   stride, step = window.get("stride", (1,))[0], window.get("rhs_dilate", (1,))[0]
   holes, padding = window.get("lhs_dilate", (1,))[0], window.get("pad", (0, 0))[0]
   end = (data - 1) * holes + 1
@@ -123,7 +125,8 @@ def _overlaps(data: int, kernel: int, result: int, window: Mapping[str, tuple[in
 
 
 def _custom_call(within: Computation, one: Instruction) -> Products:
-  """The kernel's own cost estimate if it states one, else derived from its name and shapes."""
+  """Returns the kernel's own cost estimate if it states one, else one derived from its name and
+  shapes."""
   if stated := one.cost_estimate.get("flops"):
     return _plain(stated)
   if _GEMM.search(one.target):
@@ -134,7 +137,8 @@ def _custom_call(within: Computation, one: Instruction) -> Products:
 
 
 def _splash(within: Computation, one: Instruction, count: int) -> Products:
-  """Splash attention: queries (B, N, T, H) and keys (B, K, S, H) are its first two float operands.
+  """Counts the products of splash attention: queries (B, N, T, H) and keys (B, K, S, H) are its
+  first two float operands.
 
   The kernel visits the blocks of a grid (queries, keys), the shape of its first operands. A square
   grid is causal: it visits the blocks on and below the diagonal, and half of all pairs count. A

@@ -168,7 +168,8 @@ def parse(text: str) -> HloModule:
 
 
 def _bodies(text: str) -> Iterator[tuple[bool, str, list[str]]]:
-  """(is entry, name, instructions) of each computation; a kernel's metadata may span lines."""
+  """Yields (is entry, name, instructions) of each computation; a kernel's metadata may span
+  lines."""
   head: tuple[bool, str] | None = None
   lines: list[str] = []
   for line in text.splitlines():
@@ -202,7 +203,8 @@ def _computation(name: str, lines: list[str]) -> Computation:
 
 
 def _elements(operand: str, types: dict[str, str]) -> Iterator[Instruction]:
-  """The get-tuple-elements, under the names they are used by, that an operand `x#3` stands for.
+  """Yields the get-tuple-elements, under the names they are used by, that an operand `x#3` stands
+  for.
 
   So writes the compiler of jax 0.12; `x#3#1` is an element of an element. Earlier ones write an
   instruction of its own: `%y = type get-tuple-element(%x), index=3`.

@@ -65,7 +65,7 @@ def _trips_while_true(program: HloModule, frame: Frame, test: Instruction) -> Tr
 def _trips(
   program: HloModule, frame: Frame, counter: Instruction, bound: int, relation: str
 ) -> TripCount:
-  """Iterations until `counter`, which the loop carries, is not in `relation` to `bound`."""
+  """Counts iterations until `counter`, which the loop carries, is not in `relation` to `bound`."""
   source = _loop_carry_of(frame, counter)
   carried = _initial_value(*source) if source else None
   if source is None or carried is None:
@@ -96,7 +96,8 @@ def _loop_carry_of(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] 
 
 
 def _increment(program: HloModule, frame: Frame, counter: Instruction) -> int | None:
-  """What one iteration adds to the counter, negative if it counts down; None if it cannot be read."""
+  """Returns what one iteration adds to the counter, negative if it counts down; None if it cannot
+  be read."""
   if frame.caller is None or frame.outer is None or counter.index is None:
     return None
   body = frame.outer.inner(program.computations[frame.caller.called["body"][0]], frame.caller)
@@ -111,7 +112,8 @@ def _increment(program: HloModule, frame: Frame, counter: Instruction) -> int | 
 
 
 def _added_to_carry(program: HloModule, frame: Frame, one: Instruction, index: int) -> int | None:
-  """How much `one` exceeds the carry element `index` of its iteration; None if not static."""
+  """Returns how much `one` exceeds the carry element `index` of its iteration; None if not
+  static."""
   source = _loop_carry_of(frame, one)
   if source:
     return 0 if source[1].index == index else None
@@ -131,7 +133,8 @@ def _added_to_carry(program: HloModule, frame: Frame, one: Instruction, index: i
 
 
 def _value(program: HloModule, frame: Frame, one: Instruction) -> int | None:
-  """The value of a scalar integer that is the same in all iterations of the enclosing loops."""
+  """Returns the value of a scalar integer that is the same in all iterations of the enclosing
+  loops."""
   if one.opcode == "constant":
     return int(one.arguments) if re.fullmatch(r"-?\d+", one.arguments) else None
   if one.opcode in _SAME_VALUE and one.operands:

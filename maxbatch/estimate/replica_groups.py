@@ -60,14 +60,14 @@ def _lists(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _iota_groups(shape: str, source: str, permutation: str) -> tuple[tuple[int, ...], ...]:
-  """[number of groups, size of each] over a transposed iota."""
+  """Returns [number of groups, size of each] over a transposed iota."""
   sizes = _numbers(shape)
   devices = _transposed(_numbers(source) or (math.prod(sizes),), _numbers(permutation))
   return _split(devices, sizes[-1])
 
 
 def _mesh_groups(mesh: str, order: str, used: str) -> tuple[tuple[int, ...], ...]:
-  """Groups along the axes `used`, over the devices of the mesh in row-major order.
+  """Returns groups along the axes `used`, over the devices of the mesh in row-major order.
 
   An axis may be used in part, 'a':(p)s. It is then split into three axes, of p, s and the remaining
   devices, of which the middle one is used.
@@ -101,7 +101,7 @@ def _device_order(text: str, count: int) -> Sequence[int]:
 
 
 def _transposed(sizes: Sequence[int], permutation: Sequence[int]) -> list[int]:
-  """iota(sizes).transpose(permutation), flattened; no permutation leaves the order."""
+  """Returns iota(sizes).transpose(permutation), flattened; no permutation leaves the order."""
   strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
   axes = permutation or range(len(sizes))
   steps = ([strides[axis] * place for place in range(sizes[axis])] for axis in axes)

@@ -164,12 +164,12 @@ class StepRoofline:
 
   @property
   def peak_bytes(self) -> int:
-    """Of one device."""
+    """Peak bytes of one device."""
     return self.bytes.peak
 
   @property
   def free_bytes(self) -> int:
-    """What is left of the device's memory; negative where it does not fit."""
+    """Bytes left of the device's memory; negative where the step does not fit."""
     return self.capacity_bytes - self.peak_bytes
 
   @property
@@ -187,8 +187,8 @@ def step_roofline(
   remat: RematPolicy,
   rates: StepRates | None = None,
 ) -> StepRoofline:
-  """A step as it was compiled, where its model, mesh, microbatch and policy are in the table of
-  compiled steps; else estimated.
+  """Returns a step as it was compiled, where its model, mesh, microbatch and policy are in the
+  table of compiled steps; else estimates one.
 
   Args:
     mesh: all devices; those along `stage` are not modelled.
@@ -233,8 +233,8 @@ def step_roofline(
 
 
 def shared_parts(known: CompiledStep, estimated: Mapping[str, float]) -> dict[str, float]:
-  """Seconds of a compiled microbatch by part, where the report tells no more than the sum, as they are
-  estimated; what its parts wait for links is put together."""
+  """Divides the seconds of a compiled microbatch, where the report has only their sum, among its
+  parts as they are estimated; their waits for links are put together."""
   if not known.parts:
     factor = known.microbatch_seconds / sum(estimated.values())
     return {part: factor * seconds for part, seconds in estimated.items()}
@@ -318,22 +318,23 @@ def is_wide(mesh: Topology) -> bool:
 
 
 def _waits(rates: StepRates, chip: Chip, mesh: Topology) -> float:
-  """The rate of the generation; of one without compiled steps of that width, the mean of the others."""
+  """Returns the rate of the generation; of one without compiled steps of that width, the mean of
+  the others."""
   width = "wide" if is_wide(mesh) else "narrow"
   known = [share for name, share in rates.waits.items() if name.endswith(width)]
   return rates.waits.get(f"{chip.generation} {width}", sum(known) / max(1, len(known)))
 
 
 def update_bytes(work: StepWork, mesh: Topology) -> float:
-  """Bytes of the update on one device: weights and the optimizer's state read and written, gradients read
-  and cleared."""
+  """Returns the bytes of the update on one device: weights and the optimizer's state read and
+  written, gradients read and cleared."""
   each = 2 * (work.weight_bytes + work.optimizer_bytes) + 8
   return work.parameters * each / math.prod(weight_shards(work, mesh))
 
 
 def _replicas(work: StepWork, chip: Chip, mesh: Topology) -> RooflineSeconds:
-  """All-reduces of gradients in float32 over the data replicas, once a step; between slices their
-  hosts' network is the slowest part."""
+  """Times all-reduces of gradients in float32 over the data replicas, once a step; between slices
+  their hosts' network is the slowest part."""
   replicas = mesh.shape["data"]
   divided = math.prod(weight_shards(work, mesh))
   bandwidth = chip.dcn_bandwidth if mesh.dcn["data"] > 1 else chip.ici_bandwidth

@@ -231,14 +231,16 @@ def _busy_seconds(cost: OperationCost, chip: Chip) -> float:
 
 
 def _product_seconds(cost: OperationCost, chip: Chip) -> float:
-  """Seconds of one execution's matrix products; narrow kernels are charged the whole unit."""
+  """Returns the seconds of one execution's matrix products; narrow kernels are charged the whole
+  unit."""
   width = cost.products.width
   rounded = -(-width // chip.matrix_unit) * chip.matrix_unit / width if width else 1.0
   return cost.products.executed * rounded / chip.peak_flops
 
 
 def link_seconds(one: Collective, chip: Chip, devices_per_slice: int | None) -> float:
-  """Seconds of one execution of a collective: a ring's bytes over the bandwidth of all links."""
+  """Returns the seconds of one execution of a collective: a ring's bytes over the bandwidth of all
+  links."""
   size = one.group_size
   if size == 1:
     return 0.0
@@ -280,7 +282,8 @@ def _elapsed(
 def _body(
   costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
 ) -> Iterator[tuple[OperationCost, RooflineSeconds]]:
-  """One loop body: sequential operations, then the excess of overlapped ones."""
+  """Yields the costs of one loop body: sequential operations, then the excess of overlapped
+  ones."""
   links = [
     (cost, cost.count * link_seconds(cost.collective, chip, devices_per_slice))
     for cost in costs
@@ -303,7 +306,7 @@ def _body(
 
 
 def _shares(timed: Sequence[tuple[OperationCost, float]]) -> Iterator[tuple[OperationCost, float]]:
-  """Each operation with its fraction of the total time."""
+  """Yields each operation with its fraction of the total time."""
   total = sum(seconds for _, seconds in timed)
   return ((cost, seconds / total) for cost, seconds in timed if total)
 

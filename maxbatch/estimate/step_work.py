@@ -86,7 +86,7 @@ class StepWork:
 
   @property
   def windows(self) -> Mapping[int, int]:
-    """How many layers see how many tokens back; 0: all."""
+    """Number of layers by their window in tokens; 0: no window."""
     c, L = self.model, self.model.base_num_decoder_layers
     kinds = layer_types(c.layer_types, L) or ("sliding_attention",) * L
     sliding = kinds.count("sliding_attention") if c.sliding_window_size else 0
@@ -94,7 +94,8 @@ class StepWork:
 
   @property
   def model_flops_per_token(self) -> float:
-    """As utilisations count: forward and backward, nothing computed twice, the causal half."""
+    """FLOPs as utilisations count them: forward and backward, nothing computed twice, the causal
+    half."""
     c = self.model
     matrices = c.base_num_decoder_layers * self.layer_parameters + self.table_parameters
     heads = c.base_num_query_heads * c.head_dim
@@ -106,7 +107,7 @@ class StepWork:
     return tokens * self.compute_bytes <= 4 * self.model.base_emb_dim
 
   def tiles(self, tokens: float, ways: int) -> int:
-    """Tiles of tokens in which the loss is formed.
+    """Returns the number of tiles of tokens in which the loss is formed.
 
     Args:
       tokens: of the microbatch on one group of devices.
@@ -157,7 +158,7 @@ def step_work(config: Config) -> StepWork:
 
 
 def weight_shards(work: StepWork, mesh: Topology) -> tuple[int, int]:
-  """Devices along fsdp and along tensor that divide the weights.
+  """Returns the devices along fsdp and along tensor that divide the weights.
 
   A width that fsdp does not divide evenly is not divided at all: each device then has it whole.
   """
@@ -194,8 +195,8 @@ def residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
 
 
 def hidden_residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
-  """Of `residual_bytes`, those of the feed-forward's hidden layer; with `none` also what its activation is
-  made of."""
+  """Returns how much of `residual_bytes` the feed-forward's hidden layer has; with `none` also what
+  its activation is made of."""
   if remat == "full":
     return 0.0
   copies = (1, 4) if work.model.mlp_activation == "gelu" else (2, 5)
@@ -234,7 +235,7 @@ def microbatch_work(
   elements = 3 if remat == "none" else 4
 
   def elementwise(*kinds: tuple[str, float]) -> PartWork:
-    """Of so many numbers for each token in each layer and pass."""
+    """Returns the work on one number for each token in each layer and pass."""
     counts = {kind: elements * L * M * width / _REGISTER for kind, width in kinds if width}
     moved = {kind: count * _REGISTER * work.compute_bytes for kind, count in counts.items()}
     return PartWork(registers=counts, traffic=moved)
@@ -289,8 +290,9 @@ def microbatch_work(
 
 
 def _passes(work: StepWork, part: str, remat: RematPolicy) -> list[int]:
-  """How often each matrix of a part of a layer is multiplied: forward, backward by activations and by
-  weights, and again. What a layer ends with is needed again only by a norm behind it."""
+  """Returns how often each matrix of a part of a layer is multiplied: forward, backward by
+  activations and by weights, and again. What a layer ends with is needed again only by a norm
+  behind it."""
   each = [4 if remat == "full" else 3] * len(work.layer_matrix[part])
   if part == "mlp" and not work.model.use_post_ffw_norm:
     each[-1] = 3
@@ -311,7 +313,8 @@ def _head(work: StepWork, chip: Chip, M: float, ways: int) -> PartWork:
 
 
 def _tile_bytes(work: StepWork, M: float, ways: int) -> float:
-  """Read and written by the loss because it is formed in tiles, and not at once."""
+  """Returns the bytes read and written by the loss because it is formed in tiles, and not at
+  once."""
   tiles, table = work.tiles(M, ways), work.table_parameters / ways
   if tiles > 1 and work.keeps_gradients(M):
     # Each tile reads the matrix and writes its logits' gradient; in the end both are read, and the

@@ -123,7 +123,8 @@ def plan_branches(base: BranchBase, request: BranchRequest) -> Branching:
 
 
 def _batch(base: BranchBase, factor: Fraction) -> int:
-  """factor × the batch at the checkpoint, checked to divide over the data-parallel groups."""
+  """Returns factor × the batch at the checkpoint, checked to divide over the data-parallel
+  groups."""
   groups = base.topology.num_batch_groups
   batch = factor * base.phase.batch
   if batch > MOST_SAMPLES:

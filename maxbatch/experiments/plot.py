@@ -73,7 +73,7 @@ def _losses(report: CriticalBatchReport) -> Iterator[Band | Line]:
 
 
 def _heights(trained: Sequence[Judged], tolerance: float) -> tuple[float, float]:
-  """Between which all is that is drawn."""
+  """Returns the range of heights in which all is drawn."""
   results = [one.loss + sign * _half_width(one) for one in trained for sign in (-1, 1)]
   results += [_limit(one, tolerance) for one in trained if one.best_smaller is not None]
   margin = 0.05 * (max(results) - min(results)) + _LEAST_MARGIN
@@ -106,7 +106,7 @@ def _spot(one: Judged, place: int) -> Iterator[Line]:
 
 
 def _place(one: Judged) -> float:
-  """Along the axis of batches."""
+  """Returns where a branch stands along the axis of batches."""
   return float(one.measured.branch.batch)
 
 
@@ -124,6 +124,7 @@ def _smoothed(one: Judged, branching: Branching) -> tuple[list[float], list[floa
 def _points(
   values: Sequence[float], first: int, branching: Branching
 ) -> tuple[list[float], list[float]]:
-  """Tokens at the ends of the blocks, and the values there; the first is block `first` (from 1)."""
+  """Returns the tokens at the ends of the blocks, and the values there; the first is block `first`
+  (from 1)."""
   ends = [(first + place) * branching.block_tokens for place in range(len(values))]
   return [float(end) for end in ends], list(values)

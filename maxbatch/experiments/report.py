@@ -178,7 +178,7 @@ def _contradiction(report: CriticalBatchReport) -> list[str]:
 
 
 def _doubts(report: CriticalBatchReport) -> list[str]:
-  """Branches that decide the conclusion and whose interval includes the tolerance."""
+  """Lists branches that decide the conclusion and whose interval includes the tolerance."""
   unclear = [one for one in report.judged[critical(report.judged) :] if not one.clear]
   if not unclear:
     return []

@@ -57,7 +57,8 @@ def _sent_bytes(length: int) -> int:
 
 @contextlib.contextmanager
 def sync_errors() -> Iterator[None]:
-  """What one process refuses in this context, all refuse; process 0 says it, and whose it is.
+  """Makes all processes refuse what one refuses in this context; process 0 says it, and whose it
+  is.
 
   Without it the others would wait in the next collective for the one that has left. There may be no
   collective inside.
@@ -124,7 +125,7 @@ def check_alike(values: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def one_process_at_a_time() -> Iterator[None]:
-  """Process 0 passes through this context before the others do, who find the files that it made.
+  """Lets process 0 pass through this context before the others, who find the files that it made.
 
   Raises:
     UserError: one was raised in this context, in any process.
@@ -162,7 +163,8 @@ def _shown(value: object) -> str:
 
 
 def _combined(results: Sequence[tuple[str, str]]) -> str:
-  """The failures of all processes, each given as its host and what failed there, or nothing."""
+  """Combines the failures of all processes, each given as its host and what failed there, or
+  nothing."""
   different = {failure for _, failure in results}
   if len(different) == 1:
     return different.pop()
@@ -201,7 +203,8 @@ def check_shared(folder: RunFolder) -> None:
 
 
 def _appears(path: Path) -> bool:
-  """Whether the file is there, which network file systems take some seconds to show elsewhere."""
+  """Returns whether the file is there, which network file systems take some seconds to show
+  elsewhere."""
   until = time.monotonic() + (_PATIENCE_SECONDS if jax.process_index() else 0)
   while not path.exists() and time.monotonic() < until:
     time.sleep(0.1)

@@ -11,7 +11,7 @@ _DIRECTORY = "jax_compilation_cache_dir"
 
 @contextlib.contextmanager
 def bypassed() -> Iterator[None]:
-  """Inside, programs are compiled anew, neither read from the cache nor written to it.
+  """Compiles programs anew inside this context, neither read from the cache nor written to it.
 
   For programs that are to be saved to a file: on CPU, XLA leaves the machine code out of what was
   itself loaded, and the copy fails when it runs. And for those of a TPU slice that is not here: jax

@@ -125,12 +125,12 @@ class CompilerFlags(NamedTuple):
 
   @property
   def options(self) -> dict[str, Any] | None:
-    """As jax's compile takes them; None where there are none."""
+    """The options that jax's compile takes; None where there are none."""
     words = {"true": True, "false": False}
     return {name: words.get(value, value) for name, value in self.flags} or None
 
   def __str__(self) -> str:
-    """As a command line has them."""
+    """Returns the flags as a command line has them."""
     return " ".join(f"--{name}={value}" for name, value in self.flags)
 
 
@@ -161,7 +161,8 @@ def compiler_flags(asked: str, device: Any) -> CompilerFlags:
 
 
 def sets_for(device: Any) -> Mapping[str, FlagSet]:
-  """The published sets for a device; none for what is no TPU, or one of which nothing is published."""
+  """Returns the published sets for a device; none if it is no TPU, or nothing is published of
+  it."""
   chip = chip_for(device.device_kind)
   return FLAG_SETS.get(chip.generation, MappingProxyType({})) if chip else MappingProxyType({})
 
@@ -199,7 +200,8 @@ def _check(result: CompilerFlags, device: Any) -> None:
 
 
 def _checking(device: Any) -> Any:
-  """A device of this process with the same compiler, which one of another process is not."""
+  """Returns a device of this process with the same compiler, which one of another process is
+  not."""
   own = jax.local_devices()[0]
   return own if own.device_kind == device.device_kind else device
 

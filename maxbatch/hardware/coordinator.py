@@ -122,7 +122,8 @@ class Coordinator:
       return None
 
   def within(self, folder: str) -> dict[str, str]:
-    """The keys below a folder, without its name, and their values; {} where that is refused."""
+    """Returns the keys below a folder, without its name, and their values; {} where that is
+    refused."""
     start = f"{_PREFIX}{folder}/"
     try:
       return {key.removeprefix(start): v for key, v in self._client.key_value_dir_get(start)}
@@ -149,7 +150,7 @@ class Exchange:
   """
 
   def __init__(self) -> None:
-    """All processes have as many exchanges, begun in the same order."""
+    """Counts exchanges: all processes begin as many of them, in the same order."""
     self._name, self._numbers = f"exchange/{next(_exchanges)}", itertools.count()
     self._given_up = threading.Event()
 

@@ -80,7 +80,8 @@ class Target:
 
 
 def find_devices(config: Config) -> Target:
-  """The devices that the configuration names: of all processes, or of slices that are not here.
+  """Finds the devices that the configuration names: of all processes, or of slices that are not
+  here.
 
   Raises:
     UserError: jax has already started with another number of devices, there is no such slice or no

@@ -34,7 +34,7 @@ def watch_others(limit_seconds: float) -> None:
 
 
 def lose_coordinator() -> None:
-  """Called when process 0 has closed its connection."""
+  """Notes that process 0 has closed its connection."""
   for watch in _watches:
     watch.lose_coordinator()
 
@@ -106,7 +106,7 @@ class Watchdog:
   """
 
   def __init__(self, limit_seconds: float, end: Callable[[str], None] = end_hanging) -> None:
-    """`end` is called, once, with what to say."""
+    """Takes a function `end` that is called, once, with what to say."""
     self._limit, self._end = limit_seconds, end
     self._fed = time.monotonic()
     self._over = threading.Event()

@@ -43,7 +43,8 @@ def _limits(process: pathlib.Path) -> Iterator[int]:
 
 
 def _groups(process: pathlib.Path) -> Iterator[tuple[pathlib.Path, pathlib.PurePath, str]]:
-  """Of each hierarchy with memory limits: where it is mounted, the group in it, the limit's file."""
+  """Yields, of each hierarchy with memory limits, where it is mounted, the group in it, the limit's
+  file."""
   try:
     groups = (process / "cgroup").read_text().splitlines()
     mounts = (process / "mountinfo").read_text().splitlines()

@@ -93,7 +93,7 @@ def stated_processes(keys: DistributedConfig, environment: Mapping[str, str]) ->
 
 
 def _numbers(environment: Mapping[str, str]) -> tuple[int | None, int | None, str]:
-  """Number of processes, number of this one, and the variable that shows several."""
+  """Returns the number of processes, this one's number, and the variable that shows several."""
   for count, rank in _NUMBERED:
     number = _integer(environment, count)
     if number is None or number < 2:
@@ -117,7 +117,7 @@ def _numbers(environment: Mapping[str, str]) -> tuple[int | None, int | None, st
 
 
 def _address(keys: DistributedConfig, environment: Mapping[str, str]) -> str | None:
-  """HOST:PORT of process 0. Raises UserError if a variable says something else."""
+  """Returns HOST:PORT of process 0. Raises UserError if a variable says something else."""
   name = next((name for name in _ADDRESSES if environment.get(name)), "")
   if keys.coordinator_address or not name:
     return keys.coordinator_address or None

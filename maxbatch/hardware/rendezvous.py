@@ -39,7 +39,7 @@ class Rendezvous:
   """This process's part in it: process 0 waits for the others (`serve`), who `check_in` there."""
 
   def __init__(self, failure: str = "") -> None:
-    """`failure`: why this process cannot start, which all others hear too."""
+    """Takes as `failure` why this process cannot start, which all others hear too."""
     self._failure = self.refusal = failure[:_LONGEST_FAILURE]
     """Why none may start, as far as it is known."""
     self._num_processes = 0
@@ -49,7 +49,7 @@ class Rendezvous:
     self._complete = asyncio.Event()
 
   def missing(self) -> list[int]:
-    """In process 0: the processes that have not come."""
+    """Returns, in process 0, the processes that have not come."""
     return [number for number in range(1, self._num_processes) if number not in self._waiting]
 
   def serve(self, address: str, num_processes: int) -> None:

@@ -43,7 +43,7 @@ LOGICAL_AXIS_RULES: dict[str | None, tuple[str, ...]] = {
 
 
 def make_mesh(topology: Topology, devices: Sequence[Device]) -> Mesh:
-  """The mesh of all `devices`, in an order that follows the interconnect where it is known.
+  """Makes the mesh of all `devices`, in an order that follows the interconnect where it is known.
 
   Raises:
     UserError: the number of devices is not the topology's.
@@ -66,8 +66,8 @@ def make_mesh(topology: Topology, devices: Sequence[Device]) -> Mesh:
 
 
 def _form_cuboids(devices: Sequence[Device], num_slices: int) -> bool:
-  """Whether the chips of each slice fill a cuboid of the interconnect, as whole slices do; those that
-  rollout_devices leave may not, and jax finds no order for them."""
+  """Returns whether the chips of each slice fill a cuboid of the interconnect, as whole slices do;
+  those that rollout_devices leave may not, and jax finds no order for them."""
   places: Sequence[tuple[int, ...] | None] = [getattr(device, "coords", None) for device in devices]
   known = [place for place in places if place is not None]
   if len(known) < len(devices):
@@ -78,24 +78,25 @@ def _form_cuboids(devices: Sequence[Device], num_slices: int) -> bool:
 
 
 def _as_they_come(topology: Topology, devices: Sequence[Device]) -> np.ndarray:
-  """The devices, slice after slice, in the order in which they are given."""
+  """Returns the devices, slice after slice, in the order in which they are given."""
   slices = np.array(devices).reshape(*topology.dcn.values(), *topology.ici.values())
   interleaved = slices.transpose([at + part for at in range(len(AXES)) for part in (0, len(AXES))])
   return interleaved.reshape(tuple(topology.shape.values()))
 
 
 def rollout_mesh(devices: Sequence[Device]) -> Mesh:
-  """The mesh of devices that only sample: each has whole parameters, and completions of its own."""
+  """Makes the mesh of devices that only sample: each has whole parameters, and completions of its
+  own."""
   return make_mesh(Topology.of(data=len(devices)), devices)
 
 
 def num_processes(mesh: Mesh) -> int:
-  """How many processes the devices belong to."""
+  """Returns how many processes the devices belong to."""
   return len({device.process_index for device in mesh.devices.flat})
 
 
 def spec(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-  """The PartitionSpec of an array of `shape` with logical axes `axes`."""
+  """Returns the PartitionSpec of an array of `shape` with logical axes `axes`."""
   if len(axes) != len(shape):
     raise ValueError(f"axes {axes} do not name the dimensions of shape {tuple(shape)}")
   return PartitionSpec(
@@ -110,17 +111,17 @@ def _divide(axis: str | None, size: int, mesh_shape: dict[str, int]) -> tuple[st
 
 
 def sharding(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-  """The NamedSharding of an array of `shape` with logical axes `axes`."""
+  """Returns the NamedSharding of an array of `shape` with logical axes `axes`."""
   return NamedSharding(mesh, spec(axes, shape, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """The sharding of a value that every device holds whole."""
+  """Returns the sharding of a value that every device holds whole."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def put(arrays: Any, shardings: Any) -> Any:
-  """Arrays of the host on the devices; every process has the whole of them.
+  """Puts arrays of the host on the devices; every process has the whole of them.
 
   jax.device_put would compare what the processes have, array by array, in a collective each.
   """
@@ -133,7 +134,8 @@ def put(arrays: Any, shardings: Any) -> Any:
 
 
 def replicated_dims(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> list[str]:
-  """A message for each dimension that is replicated because its size does not divide evenly."""
+  """Returns a message for each dimension that is replicated because its size does not divide
+  evenly."""
   problems = []
   for axis, size in zip(axes, shape, strict=True):
     ways = math.prod(mesh.shape[name] for name in LOGICAL_AXIS_RULES[axis])
@@ -159,7 +161,7 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
 def over_rows(
   function: Callable[..., Result], stored: jax.Array, axes: LogicalAxes, *rows: jax.Array
 ) -> Result:
-  """`function(whole parameter, *rows)`, run by each device on its own rows: (B, …) → one or more
+  """Runs `function(whole parameter, *rows)` on each device for its own rows: (B, …) → one or more
   arrays (B, …).
 
   For code that the compiler would shard badly over fsdp: gathers, for which it moves rows between
@@ -195,12 +197,12 @@ def over_rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _all_parts(part: jax.Array, dim: int) -> jax.Array:
-  """All-gather over fsdp along `dim`; the gradient is reduce-scattered."""
+  """Gathers the parts over fsdp along `dim`; the gradient is reduce-scattered."""
   return jax.lax.all_gather(part, "fsdp", axis=dim, tiled=True)
 
 
 def _summed(x: jax.Array, dim: int | None) -> jax.Array:
-  """The sum over fsdp: reduce-scattered along `dim`, or all-reduced if it is None."""
+  """Sums over fsdp: reduce-scattered along `dim`, or all-reduced if it is None."""
 
   def plainly(x: jax.Array) -> jax.Array:
     if dim is None:
@@ -226,7 +228,7 @@ def sum_over_rows(
   shape: Sequence[int],
   *rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """`function(*rows)` run by each device on its own rows, its first result summed over fsdp.
+  """Runs `function(*rows)` on each device for its own rows, and sums its first result over fsdp.
 
   Args:
     function: from one device's rows, arrays whose first dimension is the batch, to a sum over them
@@ -254,13 +256,13 @@ def sum_over_rows(
 
 
 def _fsdp_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
-  """The PartitionSpec of an array over fsdp alone."""
+  """Returns the PartitionSpec of an array over fsdp alone."""
   names = auto_axes_spec(axes, shape)
   return PartitionSpec(*("fsdp" if each in ("fsdp", ("fsdp",)) else None for each in names))
 
 
 def auto_axes_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
-  """As `spec`, for the mesh of the enclosing code.
+  """Returns the spec for the mesh of the enclosing code.
 
   Inside a shard_map its manual axes are left out: arrays are already local along them.
   """
@@ -271,13 +273,14 @@ def auto_axes_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
 
 
 def auto_axis_sizes() -> dict[str, int]:
-  """Devices along each automatic mesh axis; 1 for manual axes of a shard_map, or without a mesh."""
+  """Returns the devices along each automatic mesh axis; 1 for manual axes of a shard_map, or
+  without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   return {name: 1 if name in mesh.manual_axes else mesh.shape.get(name, 1) for name in AXIS_NAMES}
 
 
 def local_shape(axes: LogicalAxes, shape: Sequence[int]) -> tuple[int, ...]:
-  """The shape of one device's shard of an array, in the enclosing code."""
+  """Returns the shape of one device's shard of an array, in the enclosing code."""
   sizes = auto_axis_sizes()
   divided = (_divide(axis, size, sizes) for axis, size in zip(axes, shape, strict=True))
   ways = (math.prod(sizes[name] for name in names or ()) for names in divided)
@@ -285,7 +288,7 @@ def local_shape(axes: LogicalAxes, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def gathered(parameter: jax.Array, axes: LogicalAxes) -> jax.Array:
-  """A parameter for use: all-gathered along `embed`, which fsdp shards only for storage.
+  """Gathers a parameter for use: along `embed`, which fsdp shards only for storage.
 
   The constraint is explicit because the compiler may otherwise move activations instead of
   parameters. The gradient is constrained to the parameter's stored sharding, so that it can be

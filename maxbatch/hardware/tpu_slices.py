@@ -150,7 +150,7 @@ def _most_cubic(count: int) -> Shape:
 
 
 def _as_ranges(sizes: tuple[int, ...]) -> str:
-  """Such as `8, 16, 32, 64, 128 to 8448 by 128`: equally spaced sizes are shown as a range."""
+  """Lists sizes such as `8, 16, 32, 64, 128 to 8448 by 128`: equally spaced ones as a range."""
   words: list[str] = []
   start = 0
   while start < len(sizes):

@@ -76,7 +76,7 @@ class Watch:
   """This process's part in noticing the failures of all, from its beginning to `leave`."""
 
   def __init__(self, store: Coordinator, limit_seconds: float) -> None:
-    """`limit_seconds`: for how long a process may be silent."""
+    """Takes the seconds for which a process may be silent."""
     self._store, self._limit = store, limit_seconds
     self._pause = min(limit_seconds / _BEATS_PER_LIMIT, _LONGEST_PAUSE_SECONDS)
     self._host = socket.gethostname()
@@ -165,7 +165,7 @@ class Watch:
           os.write(self._terminal, f"{sentence}\n".encode())
 
   def _places(self) -> str:
-    """Where the processes are: first those of which few are at the same place."""
+    """Says where the processes are: first those of which few are at the same place."""
     self._store.put(f"place/{self._store.process}", main_place())
     self._wait_for_all("place")
     at: dict[str, list[int]] = {}
@@ -175,7 +175,7 @@ class Watch:
     return "".join(f"\n  {place}: {_numbers(processes)}" for place, processes in rare_first)
 
   def lose_coordinator(self) -> None:
-    """Called when process 0 has closed its connection."""
+    """Notes that process 0 has closed its connection."""
     if not self._closed.is_set():
       self._first_is_lost = True
       self._announce(End(0, self._host_of(0), "has ended without a word"))
@@ -186,7 +186,7 @@ class Watch:
     self._set_end(end)
 
   def _try(self, work: Callable[..., None], *arguments: object) -> None:
-    """Does what needs the network, for which nobody waits long."""
+    """Runs what needs the network, for which nobody waits long."""
     sender = threading.Thread(target=work, args=arguments, daemon=True)
     sender.start()
     sender.join(_GRACE_SECONDS)
@@ -197,7 +197,7 @@ class Watch:
     self._set_end(End(**json.loads(first)) if first else end)
 
   def _set_end(self, end: End) -> None:
-    """The first end is the one that counts."""
+    """Sets how the run ends; the first end is the one that counts."""
     with self._speaking:
       self._end = self._end or end
     self._ended.set()
@@ -272,7 +272,7 @@ class Watch:
     return self._beats[process].split(" ", 2)[-1] or "an unknown host"
 
   def _wait_until_known(self) -> None:
-    """Process 0 keeps the store for the others until they have said why the run ends.
+    """Keeps the store in process 0 until the others have said why the run ends.
 
     jax aborts a process that still asks it for something when process 0 is gone.
     """
@@ -281,7 +281,7 @@ class Watch:
     self._wait_for_all("known", 2 * _GRACE_SECONDS)
 
   def _wait_for_all(self, folder: str, seconds: float = _GRACE_SECONDS) -> None:
-    """In process 0, until every process has put something there, or has had enough time."""
+    """Waits, in process 0, until every process has put something there, or has had enough time."""
     deadline = time.monotonic() + seconds
     while self._store.process == 0 and time.monotonic() < deadline:
       if len(self._store.within(folder)) == self._store.num_processes:

@@ -11,7 +11,7 @@ _LONGEST_VALUE = 100
 
 
 def words(*lines: str) -> frozenset[str]:
-  """The words of some lines of text."""
+  """Returns the words of some lines of text."""
   return frozenset(word for line in lines for word in line.split())
 
 
@@ -41,7 +41,7 @@ class ConfigJson:
     return self._values.get(key)
 
   def integer(self, key: str, least: int = 1, most: int = 2**31 - 1) -> int:
-    """A whole number; UserError if it is something else, out of its range, or missing."""
+    """Returns a whole number; UserError if it is something else, out of its range, or missing."""
     value = self[key]
     is_one = isinstance(value, int) and not isinstance(value, bool)
     if not is_one or not least <= value <= most:
@@ -53,19 +53,19 @@ class ConfigJson:
     return self.integer("num_hidden_layers", most=10_000)
 
   def word(self, key: str) -> str | None:
-    """A text, or what else is there as one; None where there is nothing."""
+    """Returns a text, or another value as one; None where there is none."""
     value = self[key]
     return None if value is None else str(value)
 
   def mapping(self, key: str) -> Mapping[str, Any]:
-    """A JSON object; empty where there is none. UserError if it is something else."""
+    """Returns a JSON object; empty where there is none. UserError if it is something else."""
     value = self[key]
     if value is not None and not isinstance(value, dict):
       raise self.refusal(key, "an object is needed, such as {}")
     return value or {}
 
   def refusal(self, key: str, why: str) -> UserError:
-    """The error for the value of `key`."""
+    """Returns the error for the value of `key`."""
     return UserError(f"{self.where}: {key}={_shown(self._values.get(key))}: {why}")
 
   def refuse_unread(self, model_type: str) -> None:
@@ -85,7 +85,7 @@ def _shown(value: object) -> str:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-  """What the config.json of a folder says. Raises UserError: it cannot be read, or is not a JSON
+  """Reads the config.json of a folder. Raises UserError: it cannot be read, or is not a JSON
   object."""
   path = folder / "config.json"
   try:

@@ -41,7 +41,7 @@ class Tensor:
     return "{}" in self.name
 
   def shape(self, shapes: Sequence[Shape]) -> Shape:
-    """Theirs, where those of our parameters are `shapes`."""
+    """Returns the shape of their tensor, where those of our parameters are `shapes`."""
     outputs = sum(math.prod(shape[self.in_dims :]) for shape in shapes)
     if not self.in_dims:
       return (outputs,)
@@ -49,14 +49,14 @@ class Tensor:
     return (outputs, inputs) if self.transposed else (inputs, outputs)
 
   def theirs(self, ours: Sequence[Array]) -> Array:
-    """Their tensor, of our parameters; a view of ours where that is possible."""
+    """Returns their tensor, of our parameters; a view of ours where that is possible."""
     parts = [each.reshape(self._flat(each.shape)) for each in ours]
     several = len(parts) > 1
     joined = parts[0].__array_namespace__().concat(parts, axis=-1) if several else parts[0]
     return joined.T if self.transposed else joined
 
   def ours(self, theirs: Array, shapes: Sequence[Shape]) -> list[Array]:
-    """Our parameters of `shapes`, of their tensor, whose shape is `self.shape(shapes)`."""
+    """Returns our parameters of `shapes`, of their tensor, whose shape is `self.shape(shapes)`."""
     joined = theirs.T if self.transposed else theirs
     result, start = [], 0
     for shape in shapes:
@@ -71,17 +71,17 @@ class Tensor:
 
 
 def vector(name: str, *parameters: str) -> Tensor:
-  """A bias, or the scale of a norm."""
+  """Maps a bias, or the scale of a norm."""
   return Tensor(name, parameters, in_dims=0, transposed=False)
 
 
 def linear(name: str, *parameters: str, in_dims: int = 1) -> Tensor:
-  """The matrix of a torch Linear: (outputs, inputs)."""
+  """Maps the matrix of a torch Linear: (outputs, inputs)."""
   return Tensor(name, parameters, in_dims, transposed=True)
 
 
 def matrix(name: str, *parameters: str, in_dims: int = 1) -> Tensor:
-  """A matrix (inputs, outputs), as GPT-2's Conv1D and all embeddings are."""
+  """Maps a matrix (inputs, outputs), as GPT-2's Conv1D and all embeddings are."""
   return Tensor(name, parameters, in_dims, transposed=False)
 
 
@@ -134,9 +134,9 @@ class Family:
     return self.model_types[0]
 
   def options(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The model's keys of our configuration, all of them, from the values of a config.json. Raises
-    UserError: a value that is not computed here, or a key that would be ignored; `where` is the
-    file that it names."""
+    """Returns the model's keys of our configuration, all of them, from the values of a config.json.
+    Raises UserError: a value that is not computed here, or a key that would be ignored; `where` is
+    the file that it names."""
     theirs = ConfigJson(where, self._text(values, where), self.defaults)
     if theirs["quantization_config"] is not None:
       raise theirs.refusal("quantization_config", "take the folder with the weights as trained")
@@ -166,7 +166,7 @@ class Family:
     return {**quantization, **ConfigJson(where, values, {}).mapping(self.text_key)}
 
   def config_json(self, model: Ours, max_target_length: int) -> dict[str, Any]:
-    """The config.json of a model: what transformers must know to compute the same.
+    """Returns the config.json of a model: what transformers must know to compute the same.
 
     Args:
       max_target_length: tokens of a row, the context where max_position_embeddings gives none.
@@ -196,8 +196,8 @@ class Family:
     return theirs
 
   def table(self, parameters: Collection[str]) -> tuple[Tensor, ...]:
-    """The tensors of a model that has these parameters, by their paths (`layers.mlp.up.kernel`).
-    Raises UserError: a parameter has no place in this family's files."""
+    """Returns the tensors of a model that has these parameters, by their paths
+    (`layers.mlp.up.kernel`). Raises UserError: a parameter has no place in this family's files."""
     given = set(parameters)
     tensors = tuple(each for each in self.tensors if given.issuperset(each.parameters))
     left = given.difference(*(each.parameters for each in tensors))
@@ -206,7 +206,7 @@ class Family:
     return tensors
 
   def table_name(self, name: str) -> str | None:
-    """What the table calls a tensor of a file; None for one that is no parameter."""
+    """Returns the table's name of a tensor of a file; None for one that is no parameter."""
     if any(part in name for part in self.not_parameters):
       return None
     for theirs, ours in self.other_names.items():
@@ -244,7 +244,8 @@ HEADS = Part(
 
 
 def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
-  """`rope_theta` and `rope_scaling`, or, from transformers 5 on, both in `rope_parameters`."""
+  """Reads `rope_theta` and `rope_scaling`, or, from transformers 5 on, both in
+  `rope_parameters`."""
   base, new = theirs["rope_theta"], theirs.mapping("rope_parameters")
   key = "rope_parameters" if new else "rope_scaling"
   parameters = new or theirs.mapping("rope_scaling")
@@ -255,7 +256,8 @@ def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
 
 
 def rope_scaling(theirs: ConfigJson, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
-  """Our keys for one object of rope parameters; UserError for a type that is not computed here."""
+  """Returns our keys for one object of rope parameters; UserError for a type that is not computed
+  here."""
   kind = str(values.get("rope_type", values.get("type", "default")))
   given = set(values) - {"rope_type", "type", "rope_theta"}
   if values.get("partial_rotary_factor") == 1:  # All of a head, as transformers 5 spells out.
@@ -275,13 +277,13 @@ def rope_scaling(theirs: ConfigJson, key: str, values: Mapping[str, Any]) -> dic
 
 
 def _write_rope(ours: Ours) -> dict[str, Any]:
-  """As in all published files, which transformers 5 reads as well."""
+  """Writes the rope parameters as in all published files, which transformers 5 reads as well."""
   scaling = written_scaling(ours)
   return {"rope_theta": ours["rope_max_timescale"]} | ({"rope_scaling": scaling} if scaling else {})
 
 
 def written_scaling(ours: Ours) -> dict[str, Any]:
-  """The object rope_scaling; empty where nothing is scaled."""
+  """Returns the object rope_scaling; empty where nothing is scaled."""
   if ours["rope_type"] == "llama3.1":
     return {"rope_type": "llama3"} | {name: ours[key] for name, key in _LLAMA3.items()}
   factor = ours["rope_linear_scaling_factor"]
@@ -306,8 +308,9 @@ _KINDS = ("sliding_attention", "full_attention")
 def read_layer_types(
   theirs: ConfigJson, window: int | None, kinds: Sequence[str]
 ) -> dict[str, Any]:
-  """Our keys for a window that the layers of sliding attention have; `kinds` is each layer's.
-  Raises UserError: a layer is of another kind, or there are not as many kinds as layers."""
+  """Returns our keys for a window that the layers of sliding attention have; `kinds` is each
+  layer's. Raises UserError: a layer is of another kind, or there are not as many kinds as
+  layers."""
   given = theirs["layer_types"]
   if given is not None:
     kinds = given if isinstance(given, list) else ()

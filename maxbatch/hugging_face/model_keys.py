@@ -57,12 +57,12 @@ _TRAINING_ONLY = ("dropout_rate",)
 
 
 def layer_types(pattern: Sequence[str], num_layers: int) -> tuple[str, ...]:
-  """The kind of every layer: the pattern repeated; without one all are alike."""
+  """Returns the kind of every layer: the pattern repeated; without one all are alike."""
   return tuple(pattern[layer % len(pattern)] for layer in range(num_layers)) if pattern else ()
 
 
 def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
-  """The shortest pattern whose repetition gives these layers."""
+  """Returns the shortest pattern whose repetition gives these layers."""
   return next(
     tuple(kinds[:length])
     for length in range(1, len(kinds) + 1)
@@ -71,13 +71,14 @@ def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[str, Any] | None:
-  """The first key, and its value on the left, in which two models compute differently; or None."""
+  """Returns the first key, and its value on the left, in which two models compute differently; or
+  None."""
   one, other = _computed(left), _computed(right)
   return next(((key, left[key]) for key in one if one[key] != other[key]), None)
 
 
 def _computed(model: Mapping[str, Any]) -> dict[str, Any]:
-  """The keys that matter, in one spelling; the others as in PLAIN."""
+  """Returns the keys that matter, in one spelling; the others as in PLAIN."""
   keys = {key: model[key] for key in (*SHAPE, *PLAIN)}
   kinds = shortest_pattern(
     layer_types(keys["layer_types"], keys["base_num_decoder_layers"]) or ("sliding_attention",)

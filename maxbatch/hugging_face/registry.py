@@ -32,8 +32,8 @@ def is_model_folder(path: Path) -> bool:
 
 
 def family_of(values: Mapping[str, Any], where: str) -> Family:
-  """The family that a config.json names. Raises UserError: it names none, or one that is not
-  supported."""
+  """Returns the family that a config.json names. Raises UserError: it names none, or one that is
+  not supported."""
   known = {name: family for family in FAMILIES for name in family.model_types}
   model_type = str(values.get("model_type"))
   if model_type not in known:
@@ -52,16 +52,16 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
 
 
 def read_folder(folder: Path) -> tuple[Family, dict[str, Any]]:
-  """The family of a folder's model, and all model keys of our configuration that it gives. Raises
-  UserError: the folder's config.json is missing, or says what is not computed here."""
+  """Reads the family of a folder's model, and all model keys of our configuration that it gives.
+  Raises UserError: the folder's config.json is missing, or says what is not computed here."""
   values, where = read_config_json(folder), str(folder / "config.json")
   family = family_of(values, where)
   return family, family.options(values, where)
 
 
 def family_for(model: Ours, max_target_length: int) -> tuple[Family, dict[str, Any]]:
-  """The family as which a model of ours can be written, and its config.json. Raises UserError: none
-  computes what the model does; says for each what it could not say."""
+  """Returns the family as which a model of ours can be written, and its config.json. Raises
+  UserError: none computes what the model does; says for each what it could not say."""
   obstacles = []
   for family in FAMILIES:
     try:

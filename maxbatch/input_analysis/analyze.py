@@ -62,7 +62,8 @@ class SampledRows:
 def rows_to_measure(
   data: DataConfig, length: int, report: InputReport, seconds: float
 ) -> Iterator[SampledRows]:
-  """The training rows, tokenized if that takes no longer than `seconds`, else those of a part.
+  """Yields the training rows, tokenized if that takes no longer than `seconds`, else those of a
+  part.
 
   Of an object store all are taken, however long it takes: there is no part before all is copied.
 
@@ -86,7 +87,7 @@ def rows_to_measure(
 def _part(
   data: DataConfig, tokenizer: Tokenizer, given: Given, length: int, share: float, folder: Path
 ) -> RowSource:
-  """The rows of about that share of the training documents of one source."""
+  """Returns the rows of about that share of the training documents of one source."""
   jobs, _ = shards_of(data, tokenizer, given)
   documents = _documents(
     jobs, share * sum(job.size_bytes for job in jobs), can_be_divided(given.train)
@@ -106,7 +107,8 @@ def _part(
 def _documents(
   jobs: Sequence[ShardJob], most_bytes: float, is_divisible: Callable[[SourceFile], bool]
 ) -> tuple[Document, ...]:
-  """The first documents of the shards up to a number of bytes, or the first piece of a longer one."""
+  """Returns the first documents of the shards up to a number of bytes, or the first piece of a
+  longer one."""
   found: list[Document] = []
   total = 0
   for document in (document for job in jobs for document in job.documents):
@@ -207,7 +209,7 @@ def _stages(request: Request, budget: _Budget, order: ReadOrder, size: int) -> I
 def _settings(
   data: DataConfig, budget: _Budget, order: ReadOrder, size: int
 ) -> tuple[list[Measured], list[Setting]]:
-  """What there is time for, one setting at least, and what is left out."""
+  """Measures what there is time for, one setting at least; returns that, and what is left out."""
   left = settings_to_measure(setting_of(data), os.cpu_count() or 1)
   found: list[Measured] = []
   while left and (budget.seconds_left > 0 or not found):

@@ -47,7 +47,7 @@ class Setting:
     return max(self.worker_count, 1) * self.buffer_size + 1
 
   def keys(self) -> dict[str, int]:
-    """The keys of the configuration that make a run read so."""
+    """Returns the configuration's keys that make a run read so."""
     buffer = "grain_per_worker_buffer_size" if self.worker_count else "grain_prefetch_buffer_size"
     return {
       "grain_worker_count": self.worker_count,
@@ -76,7 +76,8 @@ def setting_of(data: DataConfig) -> Setting:
 
 
 def settings_to_measure(given: Setting, num_cores: int) -> list[Setting]:
-  """The configuration's, then workers and threads up to the cores, then other buffers.
+  """Returns the configuration's setting, then workers and threads up to the cores, then other
+  buffers.
 
   What matters most comes first: time may not suffice for all.
   """
@@ -156,7 +157,7 @@ def stages(
   seconds: float,
   clock: Callable[[], float] = time.perf_counter,
 ) -> list[Stage]:
-  """Times each stage on the host, on samples that the run comes to late.
+  """Times each stage on the host, on samples that the run reads late.
 
   Args:
     seconds: for all stages together; there are at least three loads.
@@ -205,7 +206,8 @@ def transfer(order: ReadOrder, place: RowPlacement, seconds: float) -> Stage:
 
 
 def _loads(samples_per_load: int) -> Iterator[np.ndarray]:
-  """Samples that the measurements of settings do not read, so that none is in memory because of them."""
+  """Yields samples that the measurements of settings do not read, so that none is in memory because
+  of them."""
   first = 2**31
   while True:
     yield np.arange(first, first + samples_per_load)
@@ -213,7 +215,7 @@ def _loads(samples_per_load: int) -> Iterator[np.ndarray]:
 
 
 def _caches(source: RowSource) -> Iterator[Any]:
-  """The token caches that rows are made of."""
+  """Yields the token caches that rows are made of."""
   if isinstance(source, TokenWindows | PackedRows):
     yield source.cache
   elif isinstance(source, JoinedRows):

@@ -33,7 +33,8 @@ class Need:
 
 
 def from_metrics(path: str, plan: BatchPlan) -> Need:
-  """From the steps of an earlier run, of any batch size; the first one, which opens files, is left out.
+  """Reads the need from the steps of an earlier run, of any batch size; the first one, which opens
+  files, is left out.
 
   Args:
     path: its folder, or its metrics.jsonl.
@@ -55,14 +56,15 @@ def from_metrics(path: str, plan: BatchPlan) -> Need:
 
 
 def _seconds_of_a_sample(one: Record) -> float:
-  """What a step took of each sample, without waiting; 0 where its record does not say."""
+  """Returns the seconds that a step took for each sample, without waiting; 0 where its record does
+  not say."""
   seconds = one["step_seconds"] - one.get("data_wait_seconds", 0.0)
   samples = one.get("global_batch_to_train", 0)
   return seconds / samples if samples > 0 and math.isfinite(seconds) else 0.0
 
 
 def from_report(path: str, plan: BatchPlan) -> Need:
-  """From the compile report of such a step, by its tokens per second.
+  """Reads the need from the compile report of such a step, by its tokens per second.
 
   Args:
     path: compile_report.json, or the folder that it is in.
@@ -94,8 +96,8 @@ def from_report(path: str, plan: BatchPlan) -> Need:
 
 
 def estimated(config: Config, target: Target) -> Need:
-  """By compiling the step for devices that are not here. Raises UserError: it does not fit, or
-  nothing is published about the devices."""
+  """Estimates the need by compiling the step for devices that are not here. Raises UserError: it
+  does not fit, or nothing is published about the devices."""
   report = report_or_refusal(config, target.devices, target.layout)
   if report.step_seconds is None:
     raise UserError(
@@ -107,8 +109,8 @@ def estimated(config: Config, target: Target) -> Need:
 
 
 def measured(config: Config, plan: BatchPlan, target: Target, seconds: float) -> Need:
-  """By some steps on the devices that are here, with rows that are on them already. Raises
-  UserError: the step does not fit."""
+  """Measures the need by some steps on the devices that are here, with rows that are on them
+  already. Raises UserError: the step does not fit."""
   trainer = build_trainer(config, plan, target.devices)
   micro_batch = plan.micro_batch_to_train
   program = compile_program(config, plan, trainer, placeholder_rows(config), micro_batch)

@@ -62,12 +62,12 @@ class Recommendation:
 
   @property
   def ratio(self) -> float:
-    """How many times faster reading is than the step."""
+    """Speed of reading as a multiple of the step's."""
     return self.samples_per_second / self.needed_per_second
 
 
 def loading_options(plan: BatchPlan, num_hosts: int, *, streamed: bool) -> list[Loading]:
-  """Half of the hosts, a quarter and so on: the numbers of loading hosts, from one to all.
+  """Returns half of the hosts, a quarter and so on: the numbers of loading hosts, from one to all.
 
   Only that of the configuration where it names the hosts.
   """
@@ -103,7 +103,7 @@ def _loading(plan: BatchPlan, num_hosts: int) -> Loading:
 def recommend(
   measured: Sequence[Measured], options: Sequence[Loading], bounds: Bounds
 ) -> Recommendation:
-  """The smallest setting that keeps up, and with it the fewest loading hosts.
+  """Recommends the smallest setting that keeps up, and with it the fewest loading hosts.
 
   If none keeps up: the fastest, with all hosts loading.
   """
@@ -131,7 +131,8 @@ def _recommendation(one: Measured, loading: Loading, bounds: Bounds) -> Recommen
 
 
 def _buffered(one: Measured, loading: Loading, bounds: Bounds) -> Setting:
-  """The setting with loads ahead for as long as the slowest took, and one that is being read.
+  """Returns the setting with loads ahead for as long as the slowest took, and one that is being
+  read.
 
   Each thread has a load under way.
   """
@@ -145,7 +146,7 @@ def _buffered(one: Measured, loading: Loading, bounds: Bounds) -> Setting:
 
 
 def host_bytes(setting: Setting, loading: Loading, row_bytes: int) -> int:
-  """Bytes of the loads that a host has at once."""
+  """Returns the bytes of the loads that a host has at once."""
   return setting.num_loads_ahead * loading.samples_per_load * row_bytes
 
 
@@ -164,8 +165,8 @@ class Slurm:
 
 
 def slurm(setting: Setting, num_hosts: int, tasks_per_node: int) -> Slurm:
-  """A task for each of the run's processes, with a core for each thread or worker that is busy.
-  Raises UserError: the processes do not divide over nodes."""
+  """Returns a task for each of the run's processes, with a core for each thread or worker that is
+  busy. Raises UserError: the processes do not divide over nodes."""
   if num_hosts % tasks_per_node:
     near = max(count for count in range(1, tasks_per_node) if num_hosts % count == 0)
     raise UserError(

@@ -27,8 +27,8 @@ WRITERS: Mapping[str, WriterFactory] = {
 
 
 def chosen_writers(names: Sequence[str], plugins: PlugIns = ()) -> dict[str, WriterFactory]:
-  """The writers of these names, beside metrics.jsonl. Raises UserError: one is not known, or
-  metrics.jsonl is left out."""
+  """Returns the writers of these names, beside metrics.jsonl. Raises UserError: one is not known,
+  or metrics.jsonl is left out."""
   known = {JSONL: TensorBoardWriter, **WRITERS}
   results = {name: registered("metrics_writers", name, known, plugins) for name in names}
   if results.pop(JSONL, None) is None:
@@ -44,7 +44,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def open_writers(names: Sequence[str], opening: Opening, plugins: PlugIns = ()) -> list[Writer]:
-  """The writers of these names, ready; without those whose service cannot be reached, with a
+  """Opens the writers of these names; without those whose service cannot be reached, with a
   warning. Raises UserError as `chosen_writers`, or a package is not installed; OSError:
   TensorBoard's files cannot be made."""
   chosen = chosen_writers(names, plugins)

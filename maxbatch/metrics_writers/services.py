@@ -19,7 +19,8 @@ _LONGEST = 40
 
 
 def run_identity(folder: Path) -> str:
-  """The same at every start of a run in this folder, and another one for other folders."""
+  """Returns an identity that is the same at every start of a run in this folder, and another one
+  for other folders."""
   name = re.sub(r"[^A-Za-z0-9_-]", "-", folder.name)[:_LONGEST]
   return (
     f"{name}-{hashlib.sha256(str(folder.absolute()).encode(errors='replace')).hexdigest()[:12]}"

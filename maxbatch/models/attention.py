@@ -28,7 +28,7 @@ from maxbatch.precision.policy import PLAIN, Policy
 
 
 def frequency_factors(config: ModelConfig) -> np.ndarray | None:
-  """What the frequency of each pair of a head is multiplied by: float32[H/2]; None: by nothing."""
+  """Returns the factor of the frequency of each pair of a head: float32[H/2]; None: all 1."""
   factors = np.full(config.head_dim // 2, 1 / config.rope_linear_scaling_factor)
   if config.rope_type == "llama3.1":
     factors *= _llama3(config)
@@ -36,7 +36,8 @@ def frequency_factors(config: ModelConfig) -> np.ndarray | None:
 
 
 def _llama3(config: ModelConfig) -> np.ndarray:
-  """Fast frequencies unchanged, slow ones divided, and those between interpolated (Llama 3.1)."""
+  """Leaves fast frequencies unchanged, divides slow ones, and interpolates those between (Llama
+  3.1)."""
   exponents = np.arange(0, config.head_dim, 2) / config.head_dim
   frequencies = config.rope_max_timescale**-exponents
   turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -46,7 +47,7 @@ def _llama3(config: ModelConfig) -> np.ndarray:
 
 
 def sliding_layers(config: ModelConfig) -> np.ndarray:
-  """bool[L]: the layers of sliding attention; none where sliding_window_size=0."""
+  """Returns the layers of sliding attention, bool[L]; none where sliding_window_size=0."""
   num_layers, has_window = config.base_num_decoder_layers, config.sliding_window_size > 0
   kinds = layer_types(config.layer_types, num_layers) or ("sliding_attention",) * num_layers
   return np.array([has_window and kind == "sliding_attention" for kind in kinds])
@@ -78,7 +79,8 @@ class LayerContexts:
   """bool[L]: which layers are of sliding attention."""
 
   def of(self, layer: jax.Array | int) -> AttentionContext:
-    """That of layer `layer` of the model; its number may be data, as in a scan or a pipeline."""
+    """Returns the context of layer `layer` of the model; its number may be data, as in a scan or a
+    pipeline."""
     if self.sliding is self.full:
       return self.full
     if isinstance(layer, int):
@@ -105,7 +107,8 @@ def attention_contexts(
 def next_token_contexts(
   config: ModelConfig, begins_B: jax.Array, place: jax.Array
 ) -> LayerContexts:
-  """The same for one token of each row, at `place` of a cache in which the rows begin at `begins_B`."""
+  """Returns the contexts for one token of each row, at `place` of a cache in which the rows begin
+  at `begins_B`."""
   begins_B1 = begins_B[:, None]
 
   def first_seen(window: int) -> jax.Array:
@@ -140,7 +143,8 @@ def _contexts(
 
 
 def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
-  """Where what a token sees begins: its segment, a run of equal ids, or the window, if later."""
+  """Returns where what a token sees begins: its segment, a run of equal ids, or the window, if
+  later."""
   places_1T = jnp.arange(length)[None]
   first_BT = jnp.zeros_like(places_1T)
   if segment_ids_BT is not None:
@@ -155,7 +159,7 @@ def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> j
 def _rotations(
   positions_BT: jax.Array, head_dim: int, timescale: float, factors_H: np.ndarray | None
 ) -> tuple[jax.Array, jax.Array]:
-  """cos and sin of each position at each of head_dim/2 frequencies (Su et al. 2021)."""
+  """Returns cos and sin of each position at each of head_dim/2 frequencies (Su et al. 2021)."""
   exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
   angles_BTH = positions_BT[..., None] * (timescale**-exponents)[None, None]
   if factors_H is not None:
@@ -188,7 +192,7 @@ class Attention(nnx.Module):
 
   @jax.named_scope("attention")
   def __call__(self, x_BTD: jax.Array, at: AttentionContext) -> jax.Array:
-    """(B, T, D) → (B, T, D)."""
+    """Attends: (B, T, D) → (B, T, D)."""
     q_BTNH, k_BSKH, v_BSKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
     if self.query_norm is not None and self.key_norm is not None:
       q_BTNH, k_BSKH = self.query_norm(q_BTNH), self.key_norm(k_BSKH)
@@ -217,7 +221,8 @@ class Attention(nnx.Module):
   def _flash(
     self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, at: AttentionContext
   ) -> jax.Array:
-    """By a kernel, whose window is compiled: where it is data there are two to choose from."""
+    """Attends by a kernel, whose window is compiled: where it is data there are two to choose
+    from."""
 
     def attend(window: int) -> Callable[..., jax.Array]:
       return functools.partial(
@@ -234,7 +239,8 @@ class Attention(nnx.Module):
 
 
 def _norm(config: ModelConfig, num_heads: int, axis: str) -> Norm | None:
-  """Of queries or keys: of each head (Qwen 3), or of all heads together (OLMo 2)."""
+  """Returns the norm of queries or keys: of each head (Qwen 3), or of all heads together (OLMo
+  2)."""
   if not config.use_qk_norm:
     return None
   if config.qk_norm_across_heads:

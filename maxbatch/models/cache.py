@@ -42,7 +42,7 @@ put in it at int32 `place`, the same for all.
 def empty_cache(
   config: ModelConfig, dtype: DTypeLike, num_layers: int, rows: int, places: int
 ) -> Cache:
-  """Room for `places` tokens of each row: divided as attention is, rows over data and fsdp, heads
+  """Allocates `places` tokens of each row: divided as attention is, rows over data and fsdp, heads
   over tensor."""
   shape = (rows, config.base_num_kv_heads, places, config.head_dim)
 
@@ -63,7 +63,7 @@ class LayerCache:
   def __init__(
     self, kept: KeysValues, place: jax.Array | int, *, is_new: bool, layer: jax.Array | None = None
   ):
-    """`place` is that of the first of the pass's tokens; of stacked layers this is the one at
+    """Takes the place of the first of the pass's tokens; of stacked layers this is the one at
     `layer`. A cache that `is_new` holds nothing yet."""
     self.kept, self.place, self.is_new = kept, place, is_new
     self._layer = layer
@@ -82,7 +82,8 @@ class LayerCache:
   def attention(
     self, q_B1NH: jax.Array, first_B1: jax.Array, soft_cap: float, policy: Policy
   ) -> jax.Array:
-    """As `dot_product_attention`, of the token that was put last to all from its first to itself."""
+    """Attends, as `dot_product_attention`, from the token that was put last to all from its first
+    to itself."""
     B, _, N, H = q_B1NH.shape
     keys_BKSH, values_BKSH = self._own()
     K, S = keys_BKSH.shape[1:3]

@@ -49,7 +49,7 @@ def _logits(q_BKXH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
 
 
 def capped(logits: jax.Array, soft_cap: float) -> jax.Array:
-  """cap·tanh(logit/cap), which stays below the cap; 0: the logits as they are."""
+  """Returns cap·tanh(logit/cap), which stays below the cap; 0: the logits as they are."""
   return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
 
 

@@ -42,7 +42,7 @@ _AMPERE, _HOPPER = (8, 0), (9, 0)
 def resolve_attention(
   config: ModelConfig, max_target_length: int, device: Device, compute: Format = FLOAT32
 ) -> ModelConfig:
-  """The same configuration with attention=auto replaced by what `device` can do in a format.
+  """Resolves attention=auto to what `device` can do in a format; returns the configuration.
 
   Raises:
     UserError: attention=flash where there is no kernel for it.
@@ -107,7 +107,8 @@ def _cudnn_obstacle(
 
 
 def has_devices() -> bool:
-  """Whether it is known here what the devices are: under a mesh, as in training and evaluation.
+  """Returns whether it is known here what the devices are: under a mesh, as in training and
+  evaluation.
 
   A model called without one, to write a sample of text, multiplies matrices instead.
   """
@@ -157,7 +158,7 @@ def flash_attention(
 
 
 def _divisible(x_BSKH: jax.Array, num_query_heads: int, ways: int) -> jax.Array:
-  """Key/value heads repeated until `ways` devices divide them, where they divide the query heads.
+  """Repeats key/value heads until `ways` devices divide them, where they divide the query heads.
 
   Each device then holds just the heads its queries need: one, if K is less than `ways`.
   """
@@ -176,7 +177,8 @@ def tpu_attention(
   soft_cap: float = 0.0,
   interpret: bool = False,
 ) -> jax.Array:
-  """Splash attention of one device's rows and heads; `interpret` runs it, slowly, without a TPU.
+  """Computes splash attention of one device's rows and heads; `interpret` runs it, slowly, without
+  a TPU.
 
   Rows are padded to whole blocks. The padding comes last, so no token sees it.
   """
@@ -195,7 +197,8 @@ def tpu_attention(
 def _splash_kernel(
   num_heads: int, length: int, window: int, soft_cap: float, *, interpret: bool
 ) -> Callable[..., Any]:
-  """The kernel for one row of `length` tokens; it skips the blocks that the mask leaves empty."""
+  """Returns the kernel for one row of `length` tokens; it skips the blocks that the mask leaves
+  empty."""
   if window:
     mask = splash.LocalMask((length, length), window_size=(window - 1, 0), offset=0)
   else:
@@ -233,7 +236,7 @@ def gpu_attention(
   *,
   implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-  """cuDNN's attention of one device's rows and heads; implementation="xla" runs anywhere.
+  """Computes cuDNN's attention of one device's rows and heads; implementation="xla" runs anywhere.
 
   jax can tell cuDNN about segments only by a mask: (B, 1, T, S) in bfloat16, and as much again for
   its gradient, which nobody needs. That is 2·N times smaller than float32 logits but still grows

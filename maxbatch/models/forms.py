@@ -37,7 +37,8 @@ def projected(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
 
 
 def weight_gradient(x: jax.Array, d_y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """That of `projected` by one row: (T, *in), (T, *out) → float32 of the kernel's shape."""
+  """Returns the weight gradient of `projected` by one row: (T, *in), (T, *out) → float32 of the
+  kernel's shape."""
   if is_for_tpu():
     tokens = (((0,), (0,)), ((), ()))
     return jax.lax.dot_general(x, d_y, tokens, preferred_element_type=jnp.float32)
@@ -63,7 +64,7 @@ def rotated(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Ar
 def _turned(
   x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
-  """x·cos + (−second half, first half)·sin; the gradient is rotated back in the same way.
+  """Computes x·cos + (−second half, first half)·sin; the gradient is rotated back in the same way.
 
   The product with 1 and −1 is exact: in bfloat16 as it is, in float32 by `highest`. `dtype` is that
   of x, and that to which the caller rounds the result: gradients have no more bits either.

@@ -31,7 +31,8 @@ class Parameter(nnx.Param):
 
 
 def parameter(rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: LogicalAxes) -> Parameter:
-  """A normally distributed parameter; `build_model` gives it the dtype that it is kept in."""
+  """Returns a normally distributed parameter; `build_model` gives it the dtype that it is kept
+  in."""
   return Parameter(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
@@ -69,7 +70,7 @@ class Projection(nnx.Module):
     self.probe: Probe | None = probe("kernel", "bias", "lora_a", "lora_b")
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """(B, T, *in_shape) → (B, T, *out_shape)."""
+    """Projects: (B, T, *in_shape) → (B, T, *out_shape)."""
     y = self._multiplied(x, "kernel", self.kernel, len(self.in_shape))
     if self.lora_a is not None and self.lora_b is not None:
       low = self._multiplied(x, "lora_a", self.lora_a, len(self.in_shape))
@@ -80,7 +81,7 @@ class Projection(nnx.Module):
     return named(y, self.saved_as) if self.saved_as else y
 
   def add_adapter(self, rngs: nnx.Rngs, rank: int, scale: float) -> None:
-    """LoRA's matrices beside the kernel (Hu et al. 2021): x·W + scale · x·A·B.
+    """Adds LoRA's matrices beside the kernel (Hu et al. 2021): x·W + scale · x·A·B.
 
     B is zero, so that nothing changes at first; A is uniform as peft's is. They are float32 whatever
     the kernel is. In stacked layers, as a whole, they are stacked too.
@@ -97,7 +98,7 @@ class Projection(nnx.Module):
   def _multiplied(
     self, x: jax.Array, name: str, parameter: Parameter, num_inputs: int
   ) -> jax.Array:
-    """x times the parameter of that name, whose first dims are the last of x."""
+    """Multiplies x by the parameter of that name, whose first dims are the last of x."""
     kernel, probe = parameter.ready(self.policy), probe_values(self.probe, name)
     if probe is None:
       return projected(x, kernel, num_inputs)
@@ -111,7 +112,7 @@ class Norm(nnx.Module):
   exponents: Probe | None = None
 
   def __init__(self, config: ModelConfig, shape: tuple[int, ...], axes: LogicalAxes):
-    """Of the last dims, as many as `shape` has, together."""
+    """Normalizes as many of the last dims as `shape` has, together."""
     centred = config.normalization == "layernorm"
     # Gemma's scale is kept as what it adds to one: weight decay then draws it to one.
     self.offset = 1.0 if config.normalization == "zero_centered_rmsnorm" else 0.0
@@ -123,7 +124,7 @@ class Norm(nnx.Module):
 
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Of the same shape."""
+    """Normalizes; the shape stays."""
     y = x.astype(jnp.float32)
     if self.bias is not None:
       y = y - y.mean(self.dims, keepdims=True)
@@ -165,7 +166,7 @@ class FeedForward(nnx.Module):
 
   @jax.named_scope("mlp")
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    """(B, T, D) → (B, T, D)."""
+    """Applies the layer: (B, T, D) → (B, T, D)."""
     if self.gate is None:
       h_BTF = _gelu(barrier_gradients(self.up(x_BTD)))
     else:
@@ -175,7 +176,7 @@ class FeedForward(nnx.Module):
 
 
 def _gelu(x: jax.Array) -> jax.Array:
-  """GELU by tanh, as in GPT-2 and Gemma."""
+  """Computes GELU by tanh, as in GPT-2 and Gemma."""
   return jax.nn.gelu(x, approximate=True)
 
 

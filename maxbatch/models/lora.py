@@ -20,7 +20,7 @@ _DEFAULT_TARGETS = ("query", "value")
 
 
 def scale(config: ModelConfig) -> float:
-  """How often the adapters' product counts."""
+  """Returns the factor of the adapters' product."""
   return 1.0 if config.lora_alpha == -1 else config.lora_alpha / config.lora_rank
 
 
@@ -87,7 +87,8 @@ def merged(parameters: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
 
 
 def _added(kernel: jax.Array, a: jax.Array, b: jax.Array, factor: float) -> jax.Array:
-  """In float32, rounded once: kernel (*in, *out), a (*in, R), b (R, *out), or stacked in front."""
+  """Adds an adapter in float32, rounded once: kernel (*in, *out), a (*in, R), b (R, *out), or
+  stacked in front."""
   rank, lead = a.shape[-1], kernel.shape[: a.ndim + b.ndim - 2 - kernel.ndim]
   factors = a.reshape(*lead, -1, rank), b.reshape(*lead, rank, -1)
   product = jnp.matmul(*factors, precision="highest")

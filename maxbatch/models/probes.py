@@ -102,7 +102,7 @@ for_each_row.defvjp(
 
 @jax.custom_vjp
 def looked_up(x_BTD: jax.Array, ids_BT: jax.Array, probe_BS: jax.Array) -> jax.Array:
-  """`x_BTD` unchanged, of which x[b, t] was taken from row ids[b, t] of a table."""
+  """Returns `x_BTD` unchanged, of which x[b, t] was taken from row ids[b, t] of a table."""
   del ids_BT, probe_BS
   return x_BTD
 
@@ -122,7 +122,8 @@ looked_up.defvjp(lambda x_BTD, ids_BT, probe_BS: (x_BTD, (ids_BT, probe_BS)), _l
 
 
 def _table_square(ids_T: jax.Array, d_TD: jax.Array) -> jax.Array:
-  """‖gradient of the table by one row‖²: cotangents of equal ids are summed before squaring."""
+  """Returns ‖gradient of the table by one row‖²: cotangents of equal ids are summed before
+  squaring."""
   order_T = jnp.argsort(ids_T)
   ids_T, d_TD = ids_T[order_T], d_TD[order_T].astype(jnp.float32)
   segments_T = jnp.cumsum(jnp.diff(ids_T, prepend=ids_T[:1]) != 0)
@@ -134,7 +135,8 @@ def _table_square(ids_T: jax.Array, d_TD: jax.Array) -> jax.Array:
 def product(
   x: jax.Array, kernel: jax.Array, num_inputs: int, probe_BS: jax.Array, axes: LogicalAxes
 ) -> jax.Array:
-  """As `projected`: (B, T, *in) → (B, T, *out), by a kernel of logical `axes` that is measured."""
+  """Multiplies as `projected`: (B, T, *in) → (B, T, *out), by a kernel of logical `axes` that is
+  measured."""
   del probe_BS, axes
   return projected(x, kernel, num_inputs)
 
@@ -172,7 +174,7 @@ def is_ghost(length: int, inputs: int, outputs: int) -> bool:
 
 
 def _simultaneous(shape, axes, shards, x, d_y):
-  """Weight gradient and squares, holding one row's gradient at a time."""
+  """Computes the weight gradient and squares, holding one row's gradient at a time."""
 
   def add_row(total, row):
     x_T, d_y_T = row
@@ -184,7 +186,7 @@ def _simultaneous(shape, axes, shards, x, d_y):
 
 
 def _ghost(shape, axes, shards, x, d_y):
-  """Weight gradient, and squares without any row's gradient."""
+  """Computes the weight gradient, and squares without any row's gradient."""
   del axes
   x_BTK, d_BTL = (y.reshape(*y.shape[:2], -1) for y in (x, d_y))
   x_XK, d_XL = (y.reshape(-1, y.shape[-1]) for y in (x_BTK, d_BTL))
@@ -197,7 +199,7 @@ def _ghost(shape, axes, shards, x, d_y):
 
 
 def row_squares(gradients: jax.Array, axes: LogicalAxes, shards: int) -> jax.Array:
-  """Sums of squares of each row's gradient (B, …), kept apart where tensor divides it: (B, S)."""
+  """Sums the squares of each row's gradient (B, …), kept apart where tensor divides it: (B, S)."""
   squared, rows = jnp.square(gradients.astype(jnp.float32)), gradients.shape[0]
   at = next(
     (at for at, axis in enumerate(axes, 1) if _is_divided(axis, squared.shape[at], shards)), 0
@@ -213,7 +215,7 @@ def _is_divided(axis: str | None, size: int, shards: int) -> bool:
 
 
 def _first_shard(squares_B: jax.Array, shards: int) -> jax.Array:
-  """(B,) → (B, S): what all devices along tensor hold counts once."""
+  """Spreads (B,) → (B, S): what all devices along tensor hold counts once."""
   return jnp.pad(squares_B[:, None], ((0, 0), (0, shards - 1)))
 
 
@@ -246,7 +248,8 @@ _observed.defvjp(
 
 
 def given_out(x: jax.Array, policy: Policy, probe: Probe | None) -> jax.Array:
-  """What a module gives: `x` in the format of the computation, counted where there is a probe."""
+  """Returns a module's output: `x` in the format of the computation, counted where there is a
+  probe."""
   x = policy.cast(x)
   return x if probe is None or probe[...].ndim < EXPONENT_KINDS else _observed(x, probe[...])
 

@@ -49,7 +49,7 @@ class LanguageModel(Protocol):
     ...
 
   def output_matrix(self) -> jax.Array:
-    """The matrix (D, V) from hidden states to logits, in the hidden states' format."""
+    """Returns the matrix (D, V) from hidden states to logits, in the hidden states' format."""
     ...
 
 
@@ -58,7 +58,7 @@ class MeasuredModel(LanguageModel, Protocol):
   """What a model offers in addition for its output matrix to be measured for the noise scale."""
 
   def output_probe(self) -> jax.Array | None:
-    """The probe (B, S) of that matrix, see models/probes.py; None: it is not measured."""
+    """Returns the probe (B, S) of that matrix, see models/probes.py; None: it is not measured."""
     ...
 
 
@@ -67,17 +67,18 @@ class LayeredModel(LanguageModel, Protocol):
   """What a model offers whose layers a pipeline can divide: its call in three parts."""
 
   def embed(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
-    """What the first layer is given: (B, T, D)."""
+    """Embeds: returns the input of the first layer, (B, T, D)."""
     ...
 
   def apply_layers(
     self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None, first: jax.Array | int
   ) -> jax.Array | Outputs:
-    """The layers bound, as many as there are, the first of which is layer `first` of the model."""
+    """Applies the layers bound, as many as there are, the first of which is layer `first` of the
+    model."""
     ...
 
   def normalize(self, x_BTD: jax.Array) -> jax.Array:
-    """What the output matrix is applied to: (B, T, D)."""
+    """Normalizes: returns what the output matrix is applied to, (B, T, D)."""
     ...
 
 
@@ -89,12 +90,12 @@ class CachedModel(LanguageModel, Protocol):
   """In the class itself: what a subclass adds may need more than its base keeps."""
 
   def prefill(self, rows: Rows, places: int) -> tuple[jax.Array, Cache]:
-    """Hidden states (B, T, D) as a call returns them, and a cache of so many places with these tokens
-    in the first."""
+    """Returns hidden states (B, T, D) as a call does, and a cache of so many places with these
+    tokens in the first."""
     ...
 
   def decoder(self) -> Decode:
-    """What makes a pass over one more token of each row, to be called in a loop over tokens."""
+    """Returns a pass over one more token of each row, to be called in a loop over tokens."""
     ...
 
 
@@ -105,14 +106,14 @@ MODELS: Mapping[str, Callable[[nnx.Rngs, ModelConfig, int], Any]] = {
 
 
 def offers_cache(model: LanguageModel) -> TypeGuard[CachedModel]:
-  """Whether a model, as `bind` returns it, keeps what its tokens see of those before."""
+  """Returns whether a model, as `bind` returns it, keeps what its tokens see of those before."""
   return isinstance(model, CachedModel) and vars(type(model)).get("offers_cache", False)
 
 
 def by_path(
   function: Callable[[tuple[str, ...], jax.Array], Any], parameters: Parameters
 ) -> Parameters:
-  """The tree of `function(path, leaf)` of each leaf."""
+  """Returns the tree of `function(path, leaf)` of each leaf."""
   return jax.tree_util.tree_map_with_path(
     lambda path, leaf: function(tuple(entry.key for entry in path), leaf), parameters
   )
@@ -149,7 +150,7 @@ class Model:
     return frozen_paths(list(_flat(self.abstract)), self.trainable, self.config)
 
   def split(self, parameters: Parameters) -> tuple[Parameters, Parameters]:
-    """Parameters, or trees like them, divided into those that train and the frozen ones."""
+    """Divides parameters, or trees like them, into those that train and the frozen ones."""
     if not self.frozen:
       return parameters, {}
     flat = flatten_dict(parameters)
@@ -164,11 +165,13 @@ class Model:
     return bool(jax.tree.leaves(self.abstract_probes))
 
   def init(self, key: jax.Array) -> Parameters:
-    """Fresh parameters; run under jit with shardings, so that no device ever holds all of them."""
+    """Makes fresh parameters; run it under jit with shardings, so that no device ever holds all of
+    them."""
     return nnx.to_pure_dict(self.create(key)[1])
 
   def bind(self, parameters: Parameters, probes: Parameters | None = None) -> LanguageModel:
-    """The model with these parameters, ready to be called; probes only to differentiate by them."""
+    """Returns the model with these parameters, ready to be called; probes only to differentiate by
+    them."""
     state = jax.tree.map(lambda leaf: leaf, self.abstract)
     nnx.replace_by_pure_dict(state, parameters)
     measured = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_probes)
@@ -177,12 +180,12 @@ class Model:
     return nnx.merge(self.graph, state, measured)
 
   def probes(self, rows: int, shards: int) -> Parameters:
-    """Zeros for every probe: (B, S), with a leading L in stacked layers."""
+    """Returns zeros for every probe: (B, S), with a leading L in stacked layers."""
     abstract = nnx.to_pure_dict(self.abstract_probes)
     return jax.tree.map(lambda leaf: jnp.zeros((*leaf.shape, rows, shards)), abstract)
 
   def probed(self) -> tuple[Probed, ...]:
-    """Every probe, in the order of the leaves of `probes`."""
+    """Returns every probe, in the order of the leaves of `probes`."""
     there = self.axes()
     return tuple(
       Probed(path, sum(variable.shape), _measured(path, variable, there))
@@ -190,16 +193,17 @@ class Model:
     )
 
   def shapes(self) -> Parameters:
-    """Shape and dtype of every parameter."""
+    """Returns shape and dtype of every parameter."""
     return nnx.to_pure_dict(self.abstract)
 
   def axes(self) -> dict[tuple[str, ...], LogicalAxes]:
-    """Logical axes of every parameter by its path; stacked layers have `layers` in front."""
+    """Returns the logical axes of every parameter by its path; stacked layers have `layers` in
+    front."""
     return {path: _axes(variable) for path, variable in _flat(self.abstract).items()}
 
 
 def placed(model: Model, mesh: Mesh) -> Parameters:
-  """Shape and dtype of every parameter, with its place on a mesh."""
+  """Returns shape and dtype of every parameter, with its place on a mesh."""
   axes = model.axes()
 
   def place(path: tuple[str, ...], leaf: jax.Array) -> jax.ShapeDtypeStruct:
@@ -210,7 +214,7 @@ def placed(model: Model, mesh: Mesh) -> Parameters:
 
 
 def joined(parameters: Parameters, others: Parameters) -> Parameters:
-  """The inverse of `Model.split`."""
+  """Inverts `Model.split`."""
   if not others:
     return parameters
   return unflatten_dict(flatten_dict(parameters) | flatten_dict(others))
@@ -223,7 +227,7 @@ def _flat(state: nnx.State) -> dict[tuple[str, ...], nnx.Variable]:
 def _measured(
   path: tuple[str, ...], variable: nnx.Variable, there: Container[tuple[str, ...]]
 ) -> tuple[tuple[str, ...], ...]:
-  """The parameters beside a probe that it names, of those that the module has."""
+  """Returns the parameters beside a probe that it names, of those that the module has."""
   named = [(*path[:-1], name) for name in variable.get_metadata()["of"]]
   return tuple(each for each in named if each in there)
 
@@ -240,7 +244,7 @@ def build_model(
   trainable: Sequence[str] = (),
   policy: Policy = PLAIN,
 ) -> Model:
-  """The model that `decoder_block` names.
+  """Builds the model that `decoder_block` names.
 
   Args:
     config: its shape.

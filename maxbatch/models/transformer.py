@@ -130,8 +130,8 @@ class Transformer(nnx.Module):
     return _apply_layers(self.layers, self.config, x_BTD, at, keys_B, first)
 
   def prefill(self, rows: Rows, places: int) -> tuple[jax.Array, Cache]:
-    """Hidden states (B, T, D) as a call returns them, and a cache of so many places with these tokens
-    in the first."""
+    """Returns hidden states (B, T, D) as a call does, and a cache of so many places with these
+    tokens in the first."""
     B, T = rows.inputs.shape
     at = attention_contexts(self.config, T, rows.segment_ids, rows.positions)
     cache = empty_cache(
@@ -142,7 +142,7 @@ class Transformer(nnx.Module):
     return self.normalize(x_BTD), cache
 
   def decoder(self) -> Decode:
-    """What makes a pass over one more token of each row, to be called in a loop over tokens."""
+    """Returns a pass over one more token of each row, to be called in a loop over tokens."""
     layers = _cached_layers(self.layers, self.config)
 
     def decode(
@@ -178,7 +178,7 @@ class Transformer(nnx.Module):
     return constrain(x_BTD, ("batch", "length", "activation_embed"))
 
   def _positions(self, rows: Rows) -> jax.Array:
-    """Learned positions as vectors (B or 1, T, D)."""
+    """Returns learned positions as vectors (B or 1, T, D)."""
     assert self.position_embedding is not None
     table_TD, T = self.position_embedding.ready(self.policy), rows.inputs.shape[1]
     probe_BS = probe_values(self.position_probe)
@@ -191,8 +191,8 @@ class Transformer(nnx.Module):
 
   @jax.named_scope("head")
   def output_matrix(self) -> jax.Array:
-    """The matrix (D, V) from hidden states to logits, in the format of the computation, laid out as
-    it is stored."""
+    """Returns the matrix (D, V) from hidden states to logits, in the format of the computation,
+    laid out as it is stored."""
     return self.policy.cast(self.embedding[...].T if self.head is None else self.head[...])
 
   def output_probe(self) -> jax.Array | None:
@@ -221,7 +221,8 @@ def _apply_layers(
   keys_B: jax.Array | None,
   first: jax.Array | int,
 ) -> jax.Array | Outputs:
-  """Stacked layers in turn: one compiled body in a scan, or each layer compiled on its own."""
+  """Applies stacked layers one after the other: one compiled body in a scan, or each layer compiled
+  on its own."""
   graph, parameters = nnx.split(stacked)
 
   def layer(
@@ -249,7 +250,7 @@ def _apply_layers(
 
 
 def _cached_layers(stacked: Block, config: ModelConfig) -> Callable[..., tuple[jax.Array, Cache]]:
-  """As `_apply_layers` without dropout, each layer with its part of a cache.
+  """Returns `_apply_layers` without dropout, each layer with its part of a cache.
 
   Layers that are not scanned are taken apart here, once for all tokens that are then written.
   """
@@ -287,7 +288,8 @@ def _cached_layers(stacked: Block, config: ModelConfig) -> Callable[..., tuple[j
 
 
 def _unstack(parameters: nnx.State, length: int) -> list[nnx.State]:
-  """Layer by layer. Splitting, unlike indexing, has one concatenation as its gradient."""
+  """Splits stacked parameters layer by layer; unlike indexing, that has one concatenation as its
+  gradient."""
   leaves, structure = jax.tree.flatten(parameters)
   pieces = [jax.lax.split(leaf, (1,) * length, axis=0) for leaf in leaves]
   return [

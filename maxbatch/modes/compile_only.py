@@ -31,7 +31,7 @@ from maxbatch.tuning.microbatch_size import explore_sizes
 
 
 def prepare_only(config: Config, *, forget: bool = False, method: Method = PRETRAINING) -> None:
-  """validate_only or compile_only: says what it finds, and ends before any training.
+  """Runs validate_only or compile_only: says what it finds, and ends before any training.
 
   Args:
     config: the run.

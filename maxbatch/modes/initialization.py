@@ -53,7 +53,7 @@ class Initialization:
 
   @property
   def position(self) -> Position:
-    """Where the run begins to count."""
+    """The position at which the run begins to count."""
     return self.source.position if self.source is not None and self.full else Position(0, 0)
 
   def check(self, config: Config, trainer: Trainer) -> list[str]:
@@ -78,7 +78,7 @@ class Initialization:
     return [line, *differences]
 
   def state(self, trainer: Trainer, seed: int) -> TrainState:
-    """The state before the run's first step; all processes must call it.
+    """Returns the state before the run's first step; all processes must call it.
 
     Raises:
       UserError: the source is damaged, or cannot be read.
@@ -103,7 +103,7 @@ class Initialization:
 
 
 def _otherwise(source: Source, config: Config) -> list[str]:
-  """Keys of the model that give the same parameters another meaning, a line each."""
+  """Lists keys of the model that give the same parameters another meaning, a line each."""
   now, before = (json.loads(json.dumps(dict(x))) for x in (fixed_keys(config), source.model_keys))
   keys = [key for key in to_flat_dict(config.model) if key not in _WITHOUT_MEANING]
   return [
@@ -166,7 +166,8 @@ def _has_state(source: Source) -> bool:
 
 
 def resumed_state(config: Config, trainer: Trainer, restored: Restored) -> TrainState:
-  """The state of a run's own checkpoint; frozen parameters that it does not hold are read again.
+  """Restores the state of a run's own checkpoint; frozen parameters that it does not hold are read
+  again.
 
   Raises:
     UserError: they are not where they were, or not the same any more.
@@ -183,7 +184,8 @@ def resumed_state(config: Config, trainer: Trainer, restored: Restored) -> Train
 def saving_frozen(
   trainer: Trainer, saved: Mapping[str, Any] | None, initialization: Initialization
 ) -> Trainer:
-  """The trainer, whose checkpoints hold the frozen parameters unless they can be had elsewhere.
+  """Returns the trainer, whose checkpoints hold the frozen parameters unless they can be had
+  elsewhere.
 
   Args:
     trainer: with nothing said of it.
@@ -196,7 +198,7 @@ def saving_frozen(
 
 
 def no_steps_left(config: Config, plan: BatchPlan, position: Position) -> str:
-  """A budget that another run's position has used up."""
+  """Says that another run's position has used up the budget."""
   key, at = plan.budget.key, f"step {position.step} ({position.samples:,} samples)"
   return (
     f"{_FULL}={config.checkpoint.load_full_state_path} is at {at}, where the budget of this run ends; "
@@ -205,7 +207,7 @@ def no_steps_left(config: Config, plan: BatchPlan, position: Position) -> str:
 
 
 def ignored_key(config: CheckpointConfig) -> str:
-  """A line about keys that counted only when the run began; empty where none is given."""
+  """Names keys that counted only when the run began; empty where none is given."""
   given = {_PARAMETERS: config.load_parameters_path, _FULL: config.load_full_state_path}
   keys = [f"{key}={value}" for key, value in given.items() if value]
   return f"{keys[0]} counted when the run began; it goes on from its own checkpoint" if keys else ""

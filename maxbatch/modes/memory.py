@@ -68,7 +68,7 @@ def check_memory(
 
 
 def bytes_per_device(tree: Any) -> int:
-  """Bytes of the abstract arrays' parts on one device."""
+  """Returns the bytes of the abstract arrays' parts on one device."""
   return sum(
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * item_bytes(leaf)
     for leaf in jax.tree.leaves(tree)
@@ -76,7 +76,7 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def item_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-  """Bytes of one element."""
+  """Returns the bytes of one element."""
   return np.dtype(leaf.dtype).itemsize
 
 
@@ -100,7 +100,7 @@ def _offer(config: Config, plan: BatchPlan, total: int, capacity: float) -> str:
 
 
 def _check_batch(config: Config, plan: BatchPlan, free: float, capacity: float) -> None:
-  """The rows of a dispatch, and what one layer of one microbatch reads and writes."""
+  """Checks the rows of a dispatch, and what one layer of one microbatch reads and writes."""
   model = config.model
   widest = max(model.base_emb_dim, model.base_mlp_dim, model.base_num_query_heads * model.head_dim)
   width = widest * compute_format(config.precision).bytes / plan.topology.shape["tensor"]

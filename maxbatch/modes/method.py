@@ -50,7 +50,7 @@ class Training(Protocol):
 
   @property
   def loss(self) -> Loss:
-    """What a step minimizes."""
+    """The loss that a step minimizes."""
     ...
 
   @property
@@ -60,7 +60,7 @@ class Training(Protocol):
 
   @property
   def sampler(self) -> Sampler | None:
-    """What samples what the steps train on; None: they read rows."""
+    """The sampler of what the steps train on; None: they read rows."""
     ...
 
   def extra_bytes(self, trainer: Trainer) -> Mapping[str, int]:
@@ -122,7 +122,7 @@ class ResolvedRun:
 
   @property
   def plan_ahead(self) -> BatchPlan:
-    """From where the run is, if its newest checkpoint turns out to be whole."""
+    """The plan from where the run is, if its newest checkpoint turns out to be whole."""
     if self.saved is None:
       return self.plan.starting_at(self.begins) if self.begins != _ORIGIN else self.plan
     steers = follows_noise_scale(self.config.batch) and not self.config.noise.gns_dry_run

@@ -41,7 +41,8 @@ def make_noise(
 def calibration_programs(
   config: Config, plan: BatchPlan, devices: Sequence[Device], source: RowSource
 ) -> contextlib.AbstractContextManager[StepPrograms | None]:
-  """The steps that measure all layers, compiled when first called for; None if there are none."""
+  """Returns the steps that measure all layers, compiled when first called for; None if there are
+  none."""
   if not calibrates(config):
     return contextlib.nullcontext()
   ordinary = dataclasses.replace(config.compile, compiled_step="", save_compiled_step="")

@@ -35,7 +35,7 @@ class PlanReport:
   """Of reinforcement learning, whose completions are the plan's samples; nothing loads them."""
 
   def as_dict(self) -> dict[str, Any]:
-    """For --json: numbers are numbers, fractions text."""
+    """Returns plain values for --json: numbers are numbers, fractions text."""
     plan = self.plan
     return {
       "given": list(self.given),

@@ -112,7 +112,7 @@ def check_replaces_nothing(config: Config) -> None:
 
 
 def _unsaid(check: Check) -> None:
-  """Nobody follows the checks."""
+  """Ignores a check: nobody follows them."""
   del check
 
 
@@ -194,7 +194,7 @@ def _with_state(trainer: Trainer) -> tuple[Trainer, TrainState]:
 
 
 def _without_arrays(make: Callable[[], Trainer]) -> tuple[Trainer, TrainState]:
-  """Trainer and state by tracing alone: even a random key would compile a program."""
+  """Returns trainer and state by tracing alone: even a random key would compile a program."""
   made: list[tuple[Trainer, TrainState]] = []
   jax.eval_shape(lambda: made.append(_with_state(make())))
   return made[0]
@@ -219,7 +219,7 @@ def _initialization(resolved: ResolvedRun) -> Initialization:
 
 
 def _plan_check(resolved: ResolvedRun, ahead: BatchPlan) -> Check:
-  """The plan, without the heading that the check has."""
+  """Returns the plan, without the heading that the check has."""
   lines = [line.removeprefix("  ") for line in str(ahead).splitlines()[1:]]
   phases = f"{counted(len(ahead.phases), 'phase')}, {counted(ahead.steps, 'step')}"
   return "batch plan", phases, [*resolved.notes, *lines]

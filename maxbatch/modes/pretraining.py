@@ -224,7 +224,8 @@ def resolve_micro_batch_size(
 def _sized(
   config: Config, target: Target, *, smallest: bool, forget: bool
 ) -> tuple[Config, BatchPlan, Sequence[str]]:
-  """The same, or with the smallest size; lines about what is then still to be chosen."""
+  """Returns the same, or with the smallest size; and lines about what is then still to be
+  chosen."""
   plan, notes = None, ()
   if not is_open(config.batch):
     plan = plan_batches(config.batch, config.run, target.layout)
@@ -238,7 +239,8 @@ def _sized(
 
 
 def _with_smallest_size(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:
-  """The configuration with a microbatch to check, and a line if that is still to be chosen."""
+  """Returns the configuration with a microbatch to check, and a line if that is still to be
+  chosen."""
   config = without_variants(config)
   if not is_open(config.batch):
     return config, ()

@@ -141,7 +141,7 @@ def _run_in_folder(
 
 @contextlib.contextmanager
 def _held_by_one_process(resolved: ResolvedRun) -> Iterator[None]:
-  """The run's folder, locked; all processes of one run share the lock of the first.
+  """Locks the run's folder; all processes of one run share the lock of the first.
 
   Raises:
     UserError: another run is under way there, or this one would replace what is there.
@@ -169,7 +169,8 @@ def _checkpointer(prepared: Prepared, run_log: RunLog) -> Checkpointer:
 
 
 def _restore(prepared: Prepared, checkpointer: Checkpointer) -> _Start:
-  """The newest good checkpoint of the run's folder, or the initialization, and the plan from there."""
+  """Restores the newest good checkpoint of the run's folder, or the initialization, and plans from
+  there."""
   config, plan, trainer = prepared.config, prepared.plan, prepared.trainer
   restored, position = None, prepared.initialization.position
   if config.checkpoint.enable_checkpointing:
@@ -306,7 +307,7 @@ def _notes(prepared: Prepared, start: _Start, state: TrainState) -> dict[str, An
 
 
 def _metrics_log(resolved: ResolvedRun, position: Position, run_log: RunLog) -> MetricsLog:
-  """metrics.jsonl, and what metrics_writers names."""
+  """Opens metrics.jsonl, and what metrics_writers names."""
   config = resolved.config
   return MetricsLog(
     resolved.folder.path,
@@ -339,7 +340,8 @@ def _complete_records(log: MetricsLog, restored: Restored) -> None:
 def _compile_and_init(
   prepared: Prepared, start: _Start, programs: StepPrograms
 ) -> tuple[TrainState, EvalStep | None]:
-  """State and compiled functions, side by side: compiling leaves the interpreter free."""
+  """Returns state and compiled functions, made side by side: compiling leaves the interpreter
+  free."""
   plan, trainer, dataset = start.plan, start.trainer, prepared.dataset
   pool = ThreadPoolExecutor(2)
   try:

@@ -59,7 +59,8 @@ class PrecisionReport:
 def precision_report(
   config: Config, job: Job, folder: RunFolder, position: Position
 ) -> PrecisionReport | None:
-  """The report of a run, of the first microbatch from `position` on; None unless it is asked for."""
+  """Returns the report of a run, of the first microbatch from `position` on; None unless it is
+  asked for."""
   if not config.precision.precision_report:
     return None
   with job.train_rows(job.plan, position) as loader:
@@ -144,7 +145,7 @@ class RunLog:
 
 @contextlib.contextmanager
 def open_run_log(folder: Path, *, write_report: bool) -> Iterator[RunLog]:
-  """A context in which a run is logged, and at whose end its page is written, however it ends."""
+  """Logs a run inside this context, and writes its page at the end, however it ends."""
   log = RunLog(folder, write_report=write_report)
   with log.events:
     try:

@@ -40,7 +40,7 @@ _OWN_MODULE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 @contextlib.contextmanager
 def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
-  """A context in which all processes have joined and started alike, and process 0 alone speaks.
+  """Joins all processes and starts them alike inside this context, where process 0 alone speaks.
 
   Args:
     config: as its keys say.
@@ -88,7 +88,8 @@ def _keys(config: Config) -> dict[str, object]:
 
 
 def _installation() -> dict[str, object]:
-  """Python, packages, what the environment tells the compiler, and a hash of each of our files."""
+  """Returns Python, packages, what the environment tells the compiler, and a hash of each of our
+  files."""
   versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
   package = Path(maxbatch.__file__).parent
   sources = {
@@ -99,7 +100,7 @@ def _installation() -> dict[str, object]:
 
 
 def own_modules(config: Config) -> dict[str, object]:
-  """A hash of each file that a key names as module:attribute.
+  """Hashes each file that a key names as module:attribute.
 
   And of those beside it that all processes have imported by now: what it needs, as a rule. All
   processes must call it, in the same order.
@@ -121,7 +122,7 @@ def own_modules(config: Config) -> dict[str, object]:
 
 
 def _named_files(config: Config) -> dict[str, Path]:
-  """The modules that keys name, and their files."""
+  """Returns the modules that keys name, and their files."""
   names = re.findall(_OWN_MODULE, "\n".join(map(str, to_flat_dict(config).values())))
   files: dict[str, Path] = {}
   for name in names:

@@ -54,7 +54,7 @@ class SampleTexts:
   """What a run's model writes to its prompt; keeps the latest, and in a file the very first."""
 
   def __init__(self, resolved: ResolvedRun, trainer: Trainer):
-    """Has not written anything yet."""
+    """Prepares; has not written anything yet."""
     self.latest = ""
     self._resolved, self._trainer = resolved, trainer
 
@@ -110,7 +110,8 @@ def print_next(
 
 
 def _longer(resolved: ResolvedRun, plan: BatchPlan) -> str:
-  """Twice the budget; beside it what keeps the learning rate where a longer schedule lifts it."""
+  """Suggests twice the budget, and beside it what keeps the learning rate where a longer schedule
+  raises it."""
   config, unit, end = resolved.config.optimizer, resolved.config.run.schedule_unit, plan.end()
   budget = dataclasses.replace(plan.budget, amount=2 * plan.budget.amount)
   keys = f"{budget.key}={int(budget.amount * budget.scale)}"
@@ -139,8 +140,8 @@ def _show(when: str, text: str) -> None:
 
 
 def sample_text(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
-  """The prompt and a text that goes on from it, the same at every call, which nothing but its length
-  ends."""
+  """Returns the prompt and a text that goes on from it, the same at every call, which nothing but
+  its length ends."""
   config, tokenizer = resolved.config, build_tokenizer(resolved.config.data)
   params, mesh = on_fewest_devices(trainer.by_layer(params), trainer.mesh, num_texts=1)
   length, model = config.run.generate_length, trainer.model

@@ -58,7 +58,8 @@ def _predicted_by(calibration: Calibration) -> str:
 
 
 def _meaning(scale: Interval, batch: int) -> str:
-  """Whether the batch is below, in or above the efficient range, if the whole interval agrees."""
+  """Says whether the batch is below, in or above the efficient range, if the whole interval
+  agrees."""
   above = batch > scale.high
   if scale.low <= 0:
     smaller = "above that: a smaller one would save data"
@@ -73,14 +74,15 @@ def _meaning(scale: Interval, batch: int) -> str:
 
 
 def place(scale: Interval, batch: int) -> str:
-  """Where the batch is, if the whole interval agrees."""
+  """Says where the batch is, if the whole interval agrees."""
   if batch > scale.high:
     return "above it"
   return "well below it" if batch < WELL_BELOW * scale.low else "in the efficient range"
 
 
 def _change(scale: Interval, batch: int, factor: float) -> tuple[str, str]:
-  """Relative changes of data and steps with `factor` times the batch, such as 28% and 36%."""
+  """Returns relative changes of data and steps with `factor` times the batch, such as 28% and
+  36%."""
   costs = [cost_of_change(batch, factor, part) for part in (scale.value, scale.low, scale.high)]
   return (
     percent([abs(cost.data - 1) for cost in costs]),
@@ -89,7 +91,7 @@ def _change(scale: Interval, batch: int, factor: float) -> tuple[str, str]:
 
 
 def percent(shares: Sequence[float]) -> str:
-  """The first of three fractions, rounded to the digit in which the others differ, at best 1%."""
+  """Rounds the first of three fractions to the digit in which the others differ, at best 1%."""
   value, *ends = (100 * share for share in shares)
   unit = min(_leading(abs(ends[1] - ends[0]) / 2), _leading(value))
   rounded = _rounded(value, max(1.0, unit))
@@ -136,7 +138,7 @@ def _unavailable(estimate: Estimate, batch: int) -> str:
 
 
 def shown(interval: Interval) -> tuple[str, str, str]:
-  """Value, low and high, rounded to the interval's precision; low and high keep two digits or more.
+  """Rounds value, low and high to the interval's precision; low and high keep two digits or more.
 
   Rounds by the rule of the Particle Data Group: an error that begins with 10 to 35 keeps two
   digits, a larger one keeps one.

@@ -81,7 +81,7 @@ class Controller:
   """Decides on the batch at decision points; call `observe` with the loss of every step between."""
 
   def __init__(self, limits: ControllerLimits):
-    """A controller without any history."""
+    """Makes a controller without any history."""
     self.limits = limits
     self._agreeing = 0
     self._counted_at_step: int | None = None
@@ -93,7 +93,8 @@ class Controller:
     self._losses.append(loss)
 
   def decide(self, position: Position, batch: int, estimate: Estimate) -> Decision:
-    """The batch of the steps from `position` on, where a step took `batch` samples until now."""
+    """Decides the batch of the steps from `position` on, where a step took `batch` samples until
+    now."""
     objection = self._objection(position, batch, estimate)
     if objection:
       self._agreeing = 0
@@ -135,7 +136,8 @@ class Controller:
     return _doubt(estimate, batch, limits) or _spike(list(self._losses), limits.spike_deviations)
 
   def _is_new_window(self, position: Position, estimate: Estimate) -> bool:
-    """Whether the window shares at most half of its steps with the last one that counted."""
+    """Returns whether the window shares at most half of its steps with the last one that
+    counted."""
     if self._counted_at_step is None:
       return True
     return 2 * (position.step - self._counted_at_step) >= estimate.window_steps

@@ -72,7 +72,8 @@ def _each(interval: Interval, change: Callable[[float], float]) -> Interval:
 
 
 def _effects(scale: Interval, sampling: float, now: _Sizes) -> str:
-  """What other sizes would take: of one key alone, and of as many completions if that helps."""
+  """Says what other sizes would take: of one key alone, and of as many completions if that
+  helps."""
   P, G = now
   fewer, more = [_Sizes(P // 2, G), _Sizes(P, G // 2)], [_Sizes(2 * P, G), _Sizes(P, 2 * G)]
   others = fewer if scale.high < P else more
@@ -99,7 +100,7 @@ def _steps(scale: float, sampling: float, now: _Sizes, other: _Sizes) -> float:
 
 
 def _change(ratios: Sequence[float]) -> str:
-  """`36% fewer` or `28% more`."""
+  """Says a change, as `36% fewer` or `28% more`."""
   return f"{percent([abs(ratio - 1) for ratio in ratios])} {'fewer' if ratios[0] < 1 else 'more'}"
 
 

@@ -66,5 +66,6 @@ def prompt_moments(
 
 
 def within_at(within: float, generations: int, others: int) -> float:
-  """The part by sampling with `others` completions of a prompt, of what it is with `generations`."""
+  """Returns the part by sampling with `others` completions of a prompt, of what it is with
+  `generations`."""
   return within * (generations - 1) / (others - 1)

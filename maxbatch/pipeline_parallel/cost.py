@@ -80,7 +80,7 @@ def predicted_bubble(shape: TimetableShape) -> Fraction:
 
 
 def imbalance(loads: Sequence[int | Fraction]) -> Fraction:
-  """By how much the busiest stage exceeds the mean: 0 when all stages compute the same."""
+  """Returns by how much the busiest stage exceeds the mean: 0 when all stages compute the same."""
   return max(loads) * Fraction(len(loads)) / sum(loads) - 1
 
 
@@ -101,7 +101,7 @@ def operation_in_path(path: str) -> str:
 
 
 def ticks_by_operation(schedule: str, shape: TimetableShape) -> Mapping[str, int]:
-  """For each operation, the ticks in which any stage has it; all ticks under EVERY_TICK.
+  """Returns, for each operation, the ticks in which any stage has it; all ticks under EVERY_TICK.
 
   Every stage runs its v·m forwards in consecutive ticks, h ticks after the previous stage. So
   v·m + h(p−1) ticks have a forward (if v·m ≥ h), and as many a backward.

@@ -82,7 +82,8 @@ def from_csv(text: str, shape: TimetableShape, name: str) -> Timetable:
 
 
 def _max_ticks(shape: TimetableShape) -> int:
-  """Ticks of the slowest useful timetable: every forward and backward alone, one after another."""
+  """Returns the ticks of the slowest useful timetable: every forward and backward alone, one after
+  another."""
   return 2 * shape.forwards_per_stage * shape.stages * shape.forwarding_delay
 
 

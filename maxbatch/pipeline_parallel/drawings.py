@@ -65,7 +65,8 @@ def _text(entry: Forward | Backward | None, with_repeat: bool) -> str:
 
 
 def chrome_trace(table: Timetable, title: str) -> str:
-  """The trace in Google's "Trace Event Format", as JSON: one process and a thread per stage."""
+  """Returns the trace in Google's "Trace Event Format", as JSON: one process and a thread per
+  stage."""
   times = tick_times(table, _MICROSECONDS)
   events: list[dict[str, Any]] = [_metadata("process_name", 0, title)]
   events += [
@@ -102,7 +103,7 @@ def _event(
 
 
 def timetable_chart(table: Timetable, title: str) -> Chart:
-  """A row per stage, time to the right, and a bar per forward and backward, labelled with its
+  """Draws a row per stage, time to the right, and a bar per forward and backward, labelled with its
   microbatch: repeat.microbatch if the stages compute several repeats."""
   bars = [bar for repeat in range(table.shape.repeats) for bar in _bars(table, repeat)]
   axis = "time (a forward of one microbatch on one stage takes 1)"

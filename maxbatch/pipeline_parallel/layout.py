@@ -69,7 +69,8 @@ def pipeline_of(config: Config, layout: Topology, plan: BatchPlan) -> Pipeline:
 
 
 def _accompanying_keys(config: Config, layout: Topology) -> Iterator[Keys]:
-  """Nothing, then the microbatches left open, the layers, a small batch, no ramp, other layers."""
+  """Yields nothing, then the microbatches left open, the layers, a small batch, no ramp, other
+  layers."""
   yield {}
   yield {"num_pipeline_microbatches": -1}
   yield _OPEN
@@ -142,7 +143,8 @@ def _forwarding_delay(config: PipelineConfig) -> int:
 
 
 def _stage_offers(config: Config) -> Iterator[Keys]:
-  """2, 4 or 3 stages, with other layers if these do not divide over them, and devices for them."""
+  """Yields 2, 4 or 3 stages, with other layers if these do not divide over them, and devices for
+  them."""
   layers, mesh = config.model.base_num_decoder_layers, config.mesh
   others = {
     "ici_data_parallelism": mesh.ici_data_parallelism,
@@ -233,7 +235,7 @@ def _layer_offers(config: Config, layout: Topology, known: int) -> Iterator[Keys
 def _num_pipeline_microbatches(
   config: Config, schedule: Schedule, plan: BatchPlan, shape: TimetableShape
 ) -> tuple[int, tuple[int, ...]]:
-  """num_pipeline_microbatches, and everything that it could be."""
+  """Returns num_pipeline_microbatches, and everything that it could be."""
   given = config.pipeline.num_pipeline_microbatches
   # A batch schedule may have other microbatches: the number must divide all of them.
   micro_batches = (*plan.micro_batches, plan.micro_batch_to_train)
@@ -282,7 +284,7 @@ def _num_pipeline_microbatches_message(
 
 
 def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys]:
-  """Batches whose microbatches have a multiple of `needed` samples in each group."""
+  """Yields batches whose microbatches have a multiple of `needed` samples in each group."""
   groups, batch = plan.topology.num_batch_groups, config.batch
   micro, total = plan.micro_batch_to_train, plan.global_batch_to_train
   if total % (needed * groups) == 0:

@@ -30,7 +30,8 @@ WITH_REPEATS = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
 
 
 def assign_slots(table: Timetable) -> Timetable:
-  """The same timetable, which must have no fault, with slots for inputs and gradients, as few as possible.
+  """Assigns slots for inputs and gradients, as few as possible, to a timetable that must have no
+  fault.
 
   An input occupies its slot from the tick in which it arrives to the tick of its backward; the input
   from the embedding is there when its forward runs. A gradient does so from its arrival to its
@@ -197,7 +198,7 @@ def _breadth_first(k: int, shape: TimetableShape) -> tuple[int, int]:
 
 
 def _depth_first(k: int, shape: TimetableShape) -> tuple[int, int]:
-  """h·p microbatches go through all repeats, then the next h·p."""
+  """Counts in groups: h·p microbatches go through all repeats, then the next h·p."""
   if shape.repeats == 1:
     return 0, k
   size = shape.forwarding_delay * shape.stages
@@ -221,7 +222,8 @@ def _all_microbatches(shape: TimetableShape) -> BufferLimits:
 
 
 def _in_flight(shape: TimetableShape) -> BufferLimits:
-  """The in-flight microbatches of 1F1B: those from a stage's first forward to its first backward.
+  """Returns the in-flight microbatches of 1F1B: those from a stage's first forward to its first
+  backward.
 
   Their number does not depend on the number of microbatches.
   """
@@ -231,7 +233,7 @@ def _in_flight(shape: TimetableShape) -> BufferLimits:
 
 
 def _round_trip_ticks(shape: TimetableShape) -> int:
-  """Ticks until a result has gone through all stages and is at the first one again."""
+  """Returns the ticks until a result has gone through all stages and is at the first one again."""
   p, h = shape.stages, shape.forwarding_delay
   return h * p
 

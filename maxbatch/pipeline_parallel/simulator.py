@@ -229,7 +229,7 @@ class _Simulator:
 
 
 def _name(task: Task) -> str:
-  """`stage 1, microbatch 2`, and the repeat unless it is the first."""
+  """Names a task: `stage 1, microbatch 2`, and the repeat unless it is the first."""
   chunk, microbatch = task
   repeat = f", repeat {chunk.repeat}" if chunk.repeat else ""
   return f"stage {chunk.stage}{repeat}, microbatch {microbatch}"

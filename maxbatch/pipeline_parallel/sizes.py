@@ -54,16 +54,16 @@ class Pipeline:
 
   @property
   def shape(self) -> TimetableShape:
-    """Of a timetable at the run's batch."""
+    """The shape of a timetable at the run's batch."""
     return self.shape_of(self.num_microbatches)
 
   @property
   def shape_of_one_microbatch(self) -> TimetableShape:
-    """Of one microbatch of gradient accumulation alone."""
+    """The shape of one microbatch of gradient accumulation alone."""
     return self.shape_of(1)
 
   def shape_of(self, num_microbatches: int) -> TimetableShape:
-    """Of a timetable of so many microbatches of gradient accumulation."""
+    """Returns the shape of a timetable of so many microbatches of gradient accumulation."""
     return TimetableShape(
       self.stages,
       self.num_pipeline_microbatches * num_microbatches,

@@ -48,7 +48,7 @@ for (const figure of figures) figure.reset.emit()
 
 @functools.cache
 def _bokeh() -> Any:
-  """The library. Importing it takes 0.7 s and brings numpy: only who draws pays for that."""
+  """Imports the library, which takes 0.7 s and brings numpy: only who draws pays for that."""
   import bokeh.core.properties
   import bokeh.embed
   import bokeh.models
@@ -183,7 +183,7 @@ class _Drawn:
       figure.y_range.end = panel.high
 
   def _draw(self, figure: Any, mark: Mark) -> Iterator[tuple[str, str, list[GlyphRenderer]]]:
-    """Label, group and parts of a mark."""
+    """Draws a mark; yields label, group and parts."""
     if isinstance(mark, Line):
       parts = list(self._line(figure, mark))
       if mark.label:
@@ -242,7 +242,7 @@ class _Drawn:
     figure.add_tools(hover(renderers=[part], tooltips=list(tips), mode=mode, visible=False))
 
   def _name(self, figure: Any, named: Sequence[tuple[str, str, list[GlyphRenderer]]]) -> None:
-    """A legend above the figure; a group is named in the first one that has it.
+    """Names a mark in a legend above the figure; a group is named in the first one that has it.
 
     One name alone, which the title says too, needs none: each takes a browser a hundredth of a second.
     """
@@ -268,7 +268,7 @@ class _Drawn:
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
-  """As many as have room."""
+  """Returns as many columns as have room."""
   widest = _SYMBOL_PIXELS + _LETTER_PIXELS * max(map(len, labels))
   return max(1, min(int(_WIDTH_PIXELS / widest), _LEGEND_COLUMNS))
 
@@ -283,7 +283,8 @@ def _narrowest_pixels(chart: Chart) -> float:
 
 
 def _font_pixels(words: Sequence[str], pixels: float) -> int:
-  """The size in which the words have room in so many pixels; 0 where they are not to be read."""
+  """Returns the size in which the words have room in so many pixels; 0 where they would not be
+  legible."""
   if not words:
     return 0
   size = int(pixels / (_LETTER * max(map(len, words))))
@@ -300,7 +301,7 @@ def _along(x: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def _numbers(values: Sequence[float]) -> Any:
-  """As an array, which bokeh embeds as bytes."""
+  """Returns numbers as an array, which bokeh embeds as bytes."""
   import numpy as np
 
   return np.asarray(values, np.float64)

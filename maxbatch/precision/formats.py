@@ -30,17 +30,17 @@ class Format:
 
   @property
   def bits(self) -> int:
-    """Of one number."""
+    """Bits of one number."""
     return 1 + self.exponent_bits + self.mantissa_bits
 
   @property
   def largest_exponent(self) -> int:
-    """Of the largest power of two that is finite; the exponents' bias too."""
+    """The exponent of the largest power of two that is finite; the exponents' bias too."""
     return 2 ** (self.exponent_bits - 1) - 1
 
   @property
   def smallest_exponent(self) -> int:
-    """Of the smallest normal number."""
+    """The exponent of the smallest normal number."""
     return 1 - self.largest_exponent
 
   @property

@@ -49,7 +49,8 @@ class LossScaling:
     return f"loss scale {kind} {self.initial:g}"
 
   def begin(self, noted: Mapping[str, float] | None = None) -> LossScale:
-    """The scale of the first step, or of the one after the step of which `noted` is the `note`.
+    """Returns the scale of the first step, or of the one after the step of which `noted` is the
+    `note`.
 
     A scale that is fixed, or beyond bounds that have changed since, is what the keys say.
     """
@@ -120,7 +121,7 @@ def _check_dynamic(config: PrecisionConfig) -> None:
 
 @jax.custom_vjp
 def scaled_gradient(x: jax.Array, scale: jax.Array) -> jax.Array:
-  """`x` unchanged, through which gradients flow back `scale` times as large."""
+  """Returns `x` unchanged, through which gradients flow back `scale` times as large."""
   del scale
   return x
 

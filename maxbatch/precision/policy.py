@@ -34,12 +34,13 @@ class Policy:
   """How updated weights are rounded where their format is narrower than the update."""
 
   def cast(self, x: jax.Array) -> jax.Array:
-    """A weight or an activation in the format of the computation, and its gradient likewise."""
+    """Casts a weight or an activation to the format of the computation, and its gradient
+    likewise."""
     x = x.astype(self.compute.carrier)
     return emulated(x, self.compute) if self.compute.is_emulated else x
 
   def rounded(self, x: jax.Array) -> jax.Array:
-    """As `cast`, for code that forms its gradients itself."""
+    """Rounds as `cast` does, for code that forms its gradients itself."""
     x = x.astype(self.compute.carrier)
     return rounded(x, self.compute) if self.compute.is_emulated else x
 
@@ -53,7 +54,7 @@ class Policy:
 
   @property
   def dtype(self) -> DTypeLike:
-    """Of the arrays that hold activations."""
+    """The dtype of the arrays that hold activations."""
     return self.compute.carrier
 
   def __str__(self) -> str:

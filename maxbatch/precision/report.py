@@ -72,7 +72,8 @@ class Exponents:
 
 
 def best_shift(results: Sequence[Exponents], to: Format) -> int:
-  """The power of two of the largest loss scale at which no gradient overflows, with a bit to spare."""
+  """Returns the exponent of the largest loss scale at which no gradient overflows, with a bit to
+  spare."""
   largest = [each.largest for each in results if each.kind in _SCALED and each.largest is not None]
   return to.largest_exponent - 1 - max(largest) if largest else 0
 
@@ -140,8 +141,8 @@ def _place(each: Exponents) -> str:
 
 
 def _verdict(results: Sequence[Exponents], to: Format, tokens: int) -> Iterator[str]:
-  """What a format loses: without a loss scale, with the largest that does not overflow, and where the
-  loss is a mean over tokens, as many trainers have it, and not a sum."""
+  """Says what a format loses: without a loss scale, with the largest that does not overflow, and
+  where the loss is a mean over tokens, as many trainers have it, and not a sum."""
   shift, mean = best_shift(results, to), -round(math.log2(tokens))
   shifts = {
     0: "without a loss scale",
@@ -155,7 +156,7 @@ def _verdict(results: Sequence[Exponents], to: Format, tokens: int) -> Iterator[
 
 
 def _losers(results: Sequence[Exponents], to: Format, scaled: int) -> list[str]:
-  """In words, which tensors overflow, and which lose more than a hundredth to zero."""
+  """Says which tensors overflow, and which lose more than a hundredth to zero."""
   lines = []
   for verb, share, allowed in (
     ("overflows in", Exponents.overflow, 0.0),

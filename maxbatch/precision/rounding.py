@@ -24,7 +24,8 @@ def rounded(x: jax.Array, to: Format) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def emulated(x: jax.Array, to: Format) -> jax.Array:
-  """As `rounded`; the gradient is rounded likewise, as it is where arrays have the format's dtype."""
+  """Rounds as `rounded` does, and the gradient likewise, as where arrays have the format's
+  dtype."""
   return rounded(x, to)
 
 

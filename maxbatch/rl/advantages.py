@@ -10,7 +10,7 @@ _EPSILON = 1e-4
 
 
 def group_advantages(rewards_N: np.ndarray, num_generations: int, *, scale: bool) -> np.ndarray:
-  """Each reward less the mean of its group's, float32[N].
+  """Subtracts from each reward the mean of its group's, float32[N].
 
   Args:
     rewards_N: of whole groups.
@@ -31,6 +31,7 @@ def group_advantages(rewards_N: np.ndarray, num_generations: int, *, scale: bool
 
 
 def live_groups(rewards_N: np.ndarray, num_generations: int) -> np.ndarray:
-  """bool per group: whether its rewards differ, so that it has a gradient (but that of the KL)."""
+  """Returns, bool per group, whether its rewards differ, so that it has a gradient (but that of the
+  KL)."""
   groups = np.asarray(rewards_N).reshape(-1, num_generations)
   return groups.max(1) > groups.min(1)

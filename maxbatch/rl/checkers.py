@@ -18,7 +18,8 @@ _FINAL = "####"
 def exact(
   prompts: Sequence[str], completions: Sequence[str], *, answer: Sequence[str], **columns: Any
 ) -> list[float]:
-  """1 for a completion that is the column `answer`, white space at its ends aside; else 0."""
+  """Returns 1 for a completion that is the column `answer`, white space at its ends aside; else
+  0."""
   del prompts, columns
   return [
     float(completion.strip() == right.strip())
@@ -29,7 +30,7 @@ def exact(
 def gsm8k(
   prompts: Sequence[str], completions: Sequence[str], *, answer: Sequence[str], **columns: Any
 ) -> list[float]:
-  """1 for a completion whose final number is that of the column `answer`; else 0.
+  """Returns 1 for a completion whose final number is that of the column `answer`; else 0.
 
   The final number is what follows the last ####, as in GSM8K's answers (Cobbe et al. 2021), or else
   the last number of the text. $, commas and trailing zeros do not count.
@@ -42,7 +43,7 @@ def gsm8k(
 
 
 def final_number(text: str) -> Fraction | None:
-  """The number that a text ends with, see `gsm8k`; None where there is none."""
+  """Returns the number that a text ends with, see `gsm8k`; None where there is none."""
   _, marked, end = text.rpartition(_FINAL)
   numbers = _NUMBER.findall(end.replace("$", "") if marked else text)
   if not numbers:

@@ -47,7 +47,7 @@ class Completions(NamedTuple):
 def make_completions(
   rollout: Rollout, advantages_B: np.ndarray, first_completion: int, length: int
 ) -> Completions:
-  """Rows of a rollout: the prompt, its completion, and padding that no token sees.
+  """Makes rows of a rollout: the prompt, its completion, and padding that no token sees.
 
   Which targets count follows from the lengths alone: padding may have the id of any token.
 
@@ -86,5 +86,5 @@ def make_completions(
 
 
 def _taken(x_BN: np.ndarray, index_BS: np.ndarray) -> np.ndarray:
-  """The elements at these places of each row; anything where there is none."""
+  """Takes the elements at these places of each row; anything where there is none."""
   return np.take_along_axis(x_BN, np.clip(index_BS, 0, x_BN.shape[1] - 1), 1)

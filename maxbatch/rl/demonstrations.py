@@ -41,7 +41,7 @@ class DemonstrationRows:
     return _ROWS
 
   def rows(self, indices: np.ndarray) -> Arrays:
-    """The rows int[R], see `RowSource.rows`.
+    """Returns the rows int[R], see `RowSource.rows`.
 
     Raises:
       UserError: one is longer than a row.
@@ -72,7 +72,7 @@ class DemonstrationRows:
 
 
 def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
-  """The demonstrations of the task that `dataset_path` names."""
+  """Builds the demonstrations of the task that `dataset_path` names."""
   seed = data.data_shuffle_seed
   rows = DemonstrationRows(
     task_named(data.dataset_path), seed, tokenizer, data.add_bos, max_target_length

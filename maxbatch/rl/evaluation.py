@@ -18,7 +18,7 @@ from maxbatch.run_folder.metrics import Record
 
 
 def pass_at_k(correct: Sequence[int], num_completions: int, k: int) -> float:
-  """The unbiased estimate of pass@k, mean over prompts: 1 − C(n − c, k) / C(n, k) (Chen et al. 2021).
+  """Estimates pass@k without bias, mean over prompts: 1 − C(n − c, k) / C(n, k) (Chen et al. 2021).
 
   Args:
     correct: for each prompt, how many of its completions are right, c.
@@ -71,7 +71,7 @@ class Evaluation:
   feed_watchdog: Callable[[], None]
 
   def __call__(self, params: Parameters) -> Evaluated:
-    """pass@k for k = 1, 2, 4, … and the mean reward; nothing without prompts.
+    """Measures pass@k for k = 1, 2, 4, … and the mean reward; nothing without prompts.
 
     Raises:
       UserError: a reward function fails, and reward_failure=stop.
@@ -99,7 +99,7 @@ class Evaluation:
 
 
 def _record(rewards_QG: np.ndarray, ended_N: np.ndarray) -> Record:
-  """Metrics of Q prompts with G completions each."""
+  """Returns the metrics of Q prompts with G completions each."""
   generations = rewards_QG.shape[1]
   right = (rewards_QG >= _RIGHT).sum(1).tolist()
   doubled = itertools.takewhile(lambda k: k <= generations, (2**power for power in range(32)))

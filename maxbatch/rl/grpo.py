@@ -46,7 +46,7 @@ class Objective:
 
 
 def objective(config: RLConfig, max_completion_length: int) -> Objective:
-  """The objective that the keys describe, for completions of so many tokens at most."""
+  """Returns the objective that the keys describe, for completions of so many tokens at most."""
   high = config.grpo_epsilon if config.grpo_epsilon_high == -1 else config.grpo_epsilon_high
   return Objective(
     loss_type=config.loss_type,
@@ -82,13 +82,13 @@ class GrpoSums(NamedTuple):
   largest_gap: jax.Array
 
   def add(self, other: "GrpoSums") -> "GrpoSums":
-    """With the sums over other completions."""
+    """Adds the sums over other completions."""
     summed = jax.tree.map(jnp.add, self, other)
     return summed._replace(largest_gap=jnp.maximum(self.largest_gap, other.largest_gap))
 
 
 def grpo_sums(result: LogProbs, completions: Completions, objective: Objective) -> GrpoSums:
-  """The loss and the metrics of some completions, summed; differentiate `loss`.
+  """Sums the loss and the metrics of some completions; differentiate `loss`.
 
   Args:
     result: log-probabilities and entropies of the targets by the policy that is trained.
@@ -135,7 +135,7 @@ def _ratios(
   counts_BT: jax.Array,
   objective: Objective,
 ) -> tuple[jax.Array, jax.Array]:
-  """Of every token r and w; 1 where it does not count."""
+  """Returns r and w of every token; 1 where it does not count."""
   cap = objective.importance_sampling_cap
   if not cap:
     return jnp.exp(now_BT - behaviour_BT), jnp.ones_like(now_BT)
@@ -146,7 +146,7 @@ def _ratios(
 
 
 def _kl(now_BT: jax.Array, reference_BT: jax.Array | None, counts_BT: jax.Array) -> jax.Array:
-  """k3 of every token; 0 where it does not count, or without a reference."""
+  """Returns k3 of every token; 0 where it does not count, or without a reference."""
   if reference_BT is None:
     return jnp.zeros_like(now_BT)
   further_BT = jnp.where(counts_BT, reference_BT, 0.0) - now_BT
@@ -154,7 +154,7 @@ def _kl(now_BT: jax.Array, reference_BT: jax.Array | None, counts_BT: jax.Array)
 
 
 def _aggregated(loss_BT: jax.Array, tokens_B: jax.Array, objective: Objective) -> jax.Array:
-  """The sum of losses, by the type of loss."""
+  """Sums losses by the type of loss."""
   if objective.loss_type == "grpo":
     return (loss_BT.sum(1) / jnp.maximum(tokens_B, 1.0)).sum()
   return loss_BT.sum()
@@ -170,7 +170,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(rows: Rows, objective: Objective) -> Sizes:
-  """The sizes of some completions, whatever their advantages."""
+  """Returns the sizes of some completions, whatever their advantages."""
   tokens_B = (rows.weights > 0).sum(1).astype(jnp.float32)
   completions = (rows.sample_ids >= 0).astype(jnp.float32).sum()
   weight = {
@@ -182,7 +182,8 @@ def sizes(rows: Rows, objective: Objective) -> Sizes:
 
 
 def nothing_learned(rows: Rows, objective: Objective) -> GrpoSums:
-  """The sums over completions whose advantages are all 0, without running the model on them."""
+  """Returns the sums over completions whose advantages are all 0, without running the model on
+  them."""
   own, zero = sizes(rows, objective), jnp.zeros((), jnp.float32)
   none = GrpoSums(*(zero for _ in GrpoSums._fields))
   return none._replace(weight=own.weight, tokens=own.tokens_B.sum(), completions=own.completions)
@@ -192,7 +193,8 @@ LARGEST_GAP = "rl/largest_log_prob_gap"
 
 
 def quotients(sums: GrpoSums) -> dict[str, Quotient]:
-  """The metrics of a step as sums and what they are divided by, by their names in metrics.jsonl."""
+  """Returns the metrics of a step as sums and their denominators, by their names in
+  metrics.jsonl."""
   of_tokens = {
     "rl/entropy": sums.entropy,
     "rl/kl": sums.kl,
@@ -220,5 +222,5 @@ METRICS = (*MODEL_METRICS[:-1], "rl/completion_length")
 
 
 def metric_values(sums: GrpoSums) -> dict[str, jax.Array]:
-  """The metrics of a step, by their names in metrics.jsonl."""
+  """Returns the metrics of a step, by their names in metrics.jsonl."""
   return token_values(quotients(sums), 1.0) | {LARGEST_GAP: sums.largest_gap}

@@ -88,7 +88,7 @@ class PolicyTraining:
 
   @property
   def num_saved_policies(self) -> int:
-    """Those that a later batch is compared with, or sampled by."""
+    """Number of policies that a later batch is compared with, or sampled by."""
     return self.plan.num_saved_policies
 
   @property
@@ -296,7 +296,8 @@ GRPO = GRPOMethod()
 
 
 def _with_prompts(config: Config) -> tuple[Config, PromptSet, str]:
-  """The configuration with the prompts of an epoch counted, and these; or why they are not here.
+  """Returns the configuration with the prompts of an epoch counted, and these; or why they are not
+  here.
 
   Raises:
     UserError: they cannot be read, and the run is to take place here, or are fewer than num_prompts.
@@ -318,7 +319,8 @@ def _print_unseen(unseen: str) -> None:
 
 
 def _with_smallest_size(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:
-  """The configuration with a microbatch to check, and a line if that is still to be chosen."""
+  """Returns the configuration with a microbatch to check, and a line if that is still to be
+  chosen."""
   config = without_variants(config)
   if not is_open(config.batch):
     return config, ()

@@ -66,7 +66,7 @@ class MicrobatchMaker:
   """When the devices that sample last ended training, by time.perf_counter."""
 
   def sample(self, params: Parameters, batch: int, number: int) -> "Unrewarded":
-    """The completions of microbatch `number` of a batch of completions.
+    """Samples the completions of microbatch `number` of a batch of completions.
 
     Raises:
       UserError: a prompt is too long.
@@ -82,7 +82,7 @@ class MicrobatchMaker:
     return Unrewarded(prompts, sampled, plan.first_completion(batch, number), seconds)
 
   def reward(self, unrewarded: "Unrewarded") -> Microbatch:
-    """The same with advantages, as it is trained on.
+    """Adds the advantages with which it is trained on.
 
     Raises:
       UserError: a reward function fails, and reward_failure=stop.
@@ -111,7 +111,7 @@ class MicrobatchMaker:
 def scored(
   rewards: SharedRewards, prompts: list[Prompt], sampled: Sampled, first: int
 ) -> GroupRewards:
-  """The rewards of all completions.
+  """Returns the rewards of all completions.
 
   Args:
     rewards: the functions.
@@ -131,7 +131,7 @@ def scored(
 
 
 def step_values(all_counts: list[Counts], generations: int) -> dict[str, float]:
-  """The metrics of a step's rollout, by their names in metrics.jsonl.
+  """Returns the metrics of a step's rollout, by their names in metrics.jsonl.
 
   Args:
     all_counts: of its microbatches.

@@ -71,7 +71,7 @@ class Policies:
       self._moved_frozen = self._move(frozen)
 
   def of(self, step: int) -> Parameters:
-    """The parameters from before `step`, one of the newest that were published."""
+    """Returns the parameters from before `step`, one of the newest that were published."""
     assert self._frozen is not None
     return joined(self._trained[step], self._frozen)
 
@@ -80,7 +80,7 @@ class Policies:
     return self._trained[step]
 
   def to_sample(self, step: int) -> Parameters:
-    """The same where they sample."""
+    """Returns the parameters from before `step` where they sample."""
     if self._move is None:
       return self.of(step)
     return joined(self._moved[step], self._moved_frozen)
@@ -93,7 +93,7 @@ class Policies:
         self._moved[step] = self._move(each)
 
   def _forget(self, kept: dict[int, Parameters], step: int, *, keeps_first: bool) -> None:
-    """All but the newest, so that with that of `step` there are as many as there may be."""
+    """Drops all but the newest, so that with that of `step` there are as many as there may be."""
     others = sorted(set(kept) - {step}, reverse=True)
     for old in others[self._kept - 1 :]:
       if old or not keeps_first:
@@ -123,7 +123,8 @@ class EarlierPolicies:
   log_probs: Callable[[Parameters, Rows, jax.Array | None], jax.Array]
 
   def __call__(self, batch: int, completions: Completions) -> Completions:
-    """The completions of a batch, (1, B, …) on the devices, with all that the loss takes."""
+    """Returns the completions of a batch, (1, B, …) on the devices, with all that the loss
+    takes."""
     if self.loss.has_proximal:
       first = self.policies.of(self.plan.first_step(batch))
       completions = completions._replace(proximal_BT=self._of(first, completions))
@@ -139,7 +140,8 @@ class EarlierPolicies:
 def log_prob_program(
   trainer: Trainer, loss: PolicyLoss
 ) -> Callable[[Parameters, Rows, jax.Array | None], jax.Array]:
-  """From parameters, rows (1, B, T) and `Completions.kept_BTW` to the log-probabilities of the targets."""
+  """Compiles a program from parameters, rows (1, B, T) and `Completions.kept_BTW` to the
+  log-probabilities of the targets."""
   allowed_V = np.frombuffer(loss.allowed, bool)
 
   def program(params: Parameters, rows: Rows, kept_1BTW: jax.Array | None) -> jax.Array:

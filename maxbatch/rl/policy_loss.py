@@ -144,5 +144,5 @@ def _in_parts(sums: GrpoSums) -> tuple[dict[str, Ratio], dict[str, Stat]]:
 
 
 def _in_two(x: Any) -> jax.ShapeDtypeStruct:
-  """The shape of a microbatch (1, B, …) as its halves are fed."""
+  """Returns the shape of a microbatch (1, B, …) as two halves."""
   return jax.ShapeDtypeStruct((2, x.shape[1] // 2, *x.shape[2:]), x.dtype)

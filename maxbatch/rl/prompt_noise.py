@@ -27,7 +27,8 @@ SAMPLING = "sampling"
 
 
 def in_halves(num_generations: int, mesh: Mesh) -> Callable[[Completions], Completions]:
-  """From a microbatch (1, B, …) on the devices to (2, B / 2, …): half of each group in either."""
+  """Returns a program from a microbatch (1, B, …) on the devices to (2, B / 2, …): half of each
+  group in either."""
 
   def split(x_1B: jax.Array) -> jax.Array:
     groups = x_1B.reshape(-1, 2, num_generations // 2, *x_1B.shape[2:])
@@ -45,7 +46,7 @@ class PromptNoiseMeter:
   """A `Meter` whose unit is the prompt, with its completions."""
 
   def __init__(self, config: NoiseConfig, model: Model, num_generations: int, num_iterations: int):
-    """A meter that has seen nothing.
+    """Makes a meter that has seen nothing.
 
     Args:
       config: its window.
@@ -58,17 +59,17 @@ class PromptNoiseMeter:
     self._tracker = NoiseTracker(config.gns_window_steps)
 
   def is_calibration(self, step: int) -> bool:
-    """See `Meter`: none is."""
+    """Returns False: no step is for calibration. See `Meter`."""
     del step
     return False
 
   def model_at(self, step: int) -> Model:
-    """See `Meter`."""
+    """Returns the model; see `Meter`."""
     del step
     return self._model
 
   def observe(self, step: int, metrics: StepMetrics) -> Record:
-    """See `Meter`."""
+    """Returns what a step adds to its record; see `Meter`."""
     result = None if step % self._iterations else self._moments(metrics)
     if result is None:
       return self._figures()
@@ -82,30 +83,30 @@ class PromptNoiseMeter:
     return {f"gns/{name}": value for name, value in raw.items()} | self._figures()
 
   def total(self) -> Estimate:
-    """See `Meter`: in prompts."""
+    """Returns the noise scale in prompts; see `Meter`."""
     return self._tracker.estimate(TOTAL)
 
   def sampling(self) -> Interval | None:
-    """The share of the noise that is by sampling; None: not known."""
+    """Returns the share of the noise that is by sampling; None: not known."""
     return self._tracker.share(SAMPLING, TOTAL)
 
   def line(self, batch: int) -> str:
-    """See `Meter`: of steps of `batch` completions."""
+    """Says what is known for steps of `batch` completions; see `Meter`."""
     prompts = batch // self._generations
     return prompt_advice(self.total(), self.sampling(), prompts, self._generations)
 
   def as_dict(self) -> dict[str, Any]:
-    """See `Meter`."""
+    """Returns plain JSON; see `Meter`."""
     return {"tracker": self._tracker.as_dict()}
 
   def restore(self, content: Mapping[str, Any]) -> None:
-    """See `Meter`."""
+    """Restores what `as_dict` gave; see `Meter`."""
     tracker = NoiseTracker.from_dict(content["tracker"])
     if tracker.window_steps == self._tracker.window_steps:
       self._tracker = tracker
 
   def _moments(self, metrics: StepMetrics) -> PromptMoments | None:
-    """None where the step has no tokens, or its parts cannot be compared."""
+    """Returns the moments; None where the step has no tokens, or its parts cannot be compared."""
     noise, weight_squared = metrics.noise, float(metrics.weight) ** 2
     if noise is None or noise.squares is None or weight_squared == 0:
       return None
@@ -120,7 +121,8 @@ class PromptNoiseMeter:
     )
 
   def _figures(self) -> Record:
-    """The scale, in prompts and in completions, and the share of sampling, as far as they are known."""
+    """Returns the scale, in prompts and in completions, and the share of sampling, as far as they
+    are known."""
     record: Record = {}
     total, sampling = self.total(), self.sampling()
     if total.scale is not None:

@@ -33,13 +33,13 @@ class PromptData:
 
 
 def _all_fit(text: str) -> str:
-  """No prompt is too long."""
+  """Describes prompts of which none is too long."""
   del text
   return ""
 
 
 def read_prompts(data: DataConfig, problem: Callable[[str], str] = _all_fit) -> PromptData:
-  """The records that the keys of the data name.
+  """Reads the records that the keys of the data name.
 
   Without files for validation, the last eval_fraction of the records is.
 
@@ -114,14 +114,14 @@ def _read(
 def _records(
   sources: Sources, file: SourceFile, columns: tuple[str, ...]
 ) -> Iterator[tuple[Record, ...]]:
-  """The records of a file, each once for every column: formats read one column at a time."""
+  """Yields the records of a file, each once for every column: formats read one column at a time."""
   read = FORMATS[sources.format].read
   passes = [read(sources.key, file, column, 0, sys.maxsize) for column in columns]
   yield from zip(*passes, strict=True)
 
 
 def _prompt(records: tuple[Record, ...], columns: tuple[str, ...]) -> Prompt | Bad:
-  """The prompt of a record, or why there is none."""
+  """Returns the prompt of a record, or why there is none."""
   text = text_of(records[0])
   if isinstance(text, Bad):
     return text
@@ -155,7 +155,7 @@ class PromptSet:
 
 
 def prompt_set(config: Config) -> PromptSet:
-  """The prompts of the task that rl_task names, or of the data.
+  """Returns the prompts of the task that rl_task names, or of the data.
 
   Raises:
     UserError: there are none, or there is no end to those to evaluate on.

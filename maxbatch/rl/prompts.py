@@ -42,7 +42,7 @@ class PromptStream:
   seed: int
 
   def __call__(self, index: int) -> Prompt:
-    """The prompt at a place of the stream."""
+    """Returns the prompt at a place of the stream."""
     epoch, place = self.epochs.place(index)
     size = self.epochs.num_prompts
     if size == -1:
@@ -55,12 +55,12 @@ class PromptStream:
     return SampleStream(self.epochs.num_prompts, self.seed)
 
   def batch(self, first: int) -> list[Prompt]:
-    """The prompts of a batch, of which the first is at this place."""
+    """Returns the prompts of a batch, of which the first is at this place."""
     return [self(index) for index in range(first, first + self.epochs.batch_size)]
 
 
 def epoch_size(num_prompts: int, prompts: Prompts) -> int:
-  """The prompts of an epoch: num_prompts, or all; −1: no end.
+  """Returns the prompts of an epoch: num_prompts, or all; −1: no end.
 
   Raises:
     UserError: there are not as many.

@@ -168,7 +168,8 @@ def check_prompt_noise(config: NoiseConfig, plan: RLPlan) -> None:
 
 
 def _check_beginning(config: Config) -> None:
-  """A warm start shows a task's demonstrations to a model that begins at random."""
+  """Checks the initialization: a warm start shows a task's demonstrations to a model that begins at
+  random."""
   rl, keys = config.rl, config.checkpoint
   if rl.rl_task:
     task_named(rl.rl_task)

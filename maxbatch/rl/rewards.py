@@ -82,7 +82,7 @@ class _Worker:
 
 
 def check_rewards(config: RLConfig) -> tuple[str, ...]:
-  """The names of the reward functions, each of which is there.
+  """Returns the names of the reward functions, each of which is checked to be there.
 
   Raises:
     UserError: one is not, or there is none.
@@ -127,7 +127,7 @@ class RewardPool:
     self._workers = []
 
   def score(self, groups: Sequence[Group]) -> Scores:
-    """The rewards of the groups' completions.
+    """Returns the rewards of the groups' completions.
 
     Raises:
       UserError: a function fails, and reward_failure=stop; or a process cannot start.
@@ -294,11 +294,11 @@ class SharedRewards:
   """
 
   def __init__(self, pool: RewardPool):
-    """Those of this process."""
+    """Takes the rewards of this process."""
     self._pool, self._exchange = pool, Exchange()
 
   def __call__(self, groups: Sequence[Group], first: int) -> GroupRewards:
-    """The rewards of all completions.
+    """Returns the rewards of all completions.
 
     Args:
       groups: of which all processes have all.

@@ -50,7 +50,7 @@ class RolloutLoader:
     overlaps: bool = True,
     apart: bool = False,
   ):
-    """Samples nothing yet.
+    """Prepares; samples nothing yet.
 
     Args:
       plan: the run's.
@@ -87,7 +87,7 @@ class RolloutLoader:
     self._ahead.clear()
 
   def __next__(self) -> Completions:
-    """The next microbatch.
+    """Returns the next microbatch.
 
     Raises:
       UserError: a reward function fails, or a prompt is too long.

@@ -40,11 +40,11 @@ class RolloutPlace:
   devices: Sequence[Device] = ()
 
   def mesh(self, trainer: Trainer) -> Mesh:
-    """Over which the policy lies that samples."""
+    """Returns the mesh over which the policy lies that samples."""
     return rollout_mesh(self.devices) if self.devices else trainer.mesh
 
   def policy(self, trainer: Trainer) -> Parameters:
-    """Shapes, dtypes and shardings of the policy that samples."""
+    """Returns shapes, dtypes and shardings of the policy that samples."""
     parameters = trainer.abstract.parameters
     if not self.devices:
       return parameters
@@ -87,7 +87,7 @@ class RolloutProgram:
 def traced_rollout(
   config: Config, trainer: Trainer, place: RolloutPlace
 ) -> tuple[Sampler, jax.stages.Traced]:
-  """The sampler and the first of its programs, traced for a microbatch of the run."""
+  """Returns the sampler and the first of its programs, traced for a microbatch of the run."""
   sampler = rollout_sampler(config, trainer.model, place.mesh(trainer))
   plan = place.plan
   policy = place.policy(trainer)
@@ -171,7 +171,7 @@ def measure_rollout(
 def estimate_rollout(
   plan: RLPlan, program: RolloutProgram, chip: Chip, per_slice: int | None
 ) -> RolloutTime:
-  """The time that the compiler's cycles and a chip's figures give: a lower bound, as of a step.
+  """Estimates the time by the compiler's cycles and a chip's figures: a lower bound, as of a step.
 
   Args:
     plan: the run's sizes.
@@ -196,7 +196,7 @@ class PolicyBytes(NamedTuple):
 
   @property
   def total(self) -> int:
-    """Of all."""
+    """Bytes of all policies."""
     return self.trained + self.frozen
 
   def copies(self, count: int) -> int:
@@ -232,12 +232,12 @@ class RolloutReport:
 
   @property
   def temporaries(self) -> int:
-    """What the sampler needs beside the policy."""
+    """Bytes that the sampler needs beside the policy."""
     return self.sampling.peak - self.policy
 
   @property
   def beside_training(self) -> int:
-    """What a device that trains holds while it does so, beside what the step counts itself."""
+    """Bytes that a device holds while it trains, beside what the step counts itself."""
     # What is sampled next is dispatched while a step is under way: what it returns lies there already.
     return self.snapshots_in_training + (self.in_flight if self.is_apart else self.kept)
 
@@ -261,7 +261,7 @@ class RolloutReport:
     return max(step.peak + self.beside_training, of_rollout)
 
   def step_seconds(self, training: float) -> float | None:
-    """A step, by the seconds of its training: on devices of its own the rollout overlaps with that."""
+    """Returns a step's seconds, given its training's: a rollout on devices of its own overlaps."""
     if self.time is None:
       return None
     rollout, count = self.time.seconds * self.plan.num_microbatches, self.plan.num_microbatches
@@ -270,7 +270,7 @@ class RolloutReport:
     return max(rollout, training) + min(rollout, training) / count
 
   def as_dict(self, state: int, rows: int) -> dict[str, Any]:
-    """Plain values; what is not known is left out."""
+    """Returns plain values; what is not known is left out."""
     results: dict[str, Any] = {
       "completions": self.plan.micro_batch,
       "rollout_devices": self.plan.topology.rollout_devices,
@@ -288,7 +288,7 @@ class RolloutReport:
     return results
 
   def memory_lines(self, state: int, rows: int, training: int, capacity: int) -> str:
-    """The table of a device's memory in rollout.
+    """Returns the table of a device's memory in rollout.
 
     Args:
       state: as for `peak`.
@@ -315,7 +315,7 @@ class RolloutReport:
     return section(head, [*lines, f"more is needed by {more}"])
 
   def time_lines(self, training: float | None) -> str:
-    """Seconds of a microbatch and of a step, by those that training of a step takes."""
+    """Returns seconds of a microbatch and of a step, by those that training of a step takes."""
     if self.time is None or training is None:
       return ""
     plan, count = self.plan, self.plan.num_microbatches

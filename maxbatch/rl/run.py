@@ -42,7 +42,8 @@ def run_rl(config: Config, *, forget: bool = False) -> tuple[TrainState, Positio
 
 
 def _warmed_up(config: Config, training: Topology) -> Config:
-  """The configuration of a run that begins with what was trained on demonstrations, which it is now."""
+  """Returns the configuration of a run that begins with what was trained on demonstrations, which
+  it is now."""
   warm = warm_start(config, training)
   _say(
     f"Warm start: {warm.run.steps} steps of {warm.batch.batch_size} demonstrations of "

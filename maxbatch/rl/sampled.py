@@ -57,7 +57,7 @@ class CompletionSampler:
   def __call__(
     self, params: Parameters, prompts: Sequence[Prompt], part: Part, batch: int, first: int
   ) -> Sampled:
-    """Completions of the prompts of a batch from its prompt number `first` on.
+    """Samples completions of the prompts of a batch from its prompt number `first` on.
 
     Raises:
       UserError: a prompt is too long.
@@ -88,7 +88,7 @@ class CompletionSampler:
     return Sampled(rollout, texts, result.ended_B)
 
   def longest(self, prompts: Sequence[Prompt]) -> int:
-    """Tokens of the longest of these prompts.
+    """Returns the tokens of the longest of these prompts.
 
     Raises:
       UserError: it is too long.
@@ -117,7 +117,7 @@ def _keys(key: jax.Array, batch: jax.Array, prompts_B: jax.Array, generations_B:
 
 
 def run_vocabulary(config: Config) -> Vocabulary:
-  """The tokens that a run's completions may have, and those that end them."""
+  """Returns the tokens that a run's completions may have, and those that end them."""
   tokenizer = build_tokenizer(config.data)
   ends = PromptEncoder(config.data, tokenizer).ends(())
   return vocabulary_of(tokenizer, config.model.vocab_size, ends)
@@ -131,7 +131,7 @@ def rollout_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> Sa
 
 
 def completion_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> CompletionSampler:
-  """The sampler of a run of reinforcement learning.
+  """Makes the sampler of a run of reinforcement learning.
 
   Args:
     config: the run.

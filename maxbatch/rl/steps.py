@@ -26,7 +26,7 @@ class TrainingClock:
   """
 
   def __init__(self) -> None:
-    """Nothing is under way."""
+    """Starts with nothing under way."""
     self._waiting = ThreadPoolExecutor(1, thread_name_prefix="training_clock")
     self._times: list[Future[float]] = []
     self._ended = 0.0
@@ -42,7 +42,7 @@ class TrainingClock:
     self._times.append(self._waiting.submit(self._until, metrics.loss, time.perf_counter()))
 
   def last_end(self) -> float:
-    """When the last training ended that has, by time.perf_counter."""
+    """Returns when the last training ended that has, by time.perf_counter."""
     return self._ended
 
   def seconds(self) -> float:
@@ -92,7 +92,7 @@ class StepRecords:
     self._feed_watchdog()
 
   def completed(self, record: Record) -> Record:
-    """The record of a step with the metrics of its rollout.
+    """Returns the record of a step with the metrics of its rollout.
 
     Raises:
       UserError: sampler and trainer give other probabilities to what was sampled.

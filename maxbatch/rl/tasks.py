@@ -31,23 +31,23 @@ class Task:
   """An answer, right or wrong, of a prompt with this right one."""
 
   def prompt(self, seed: int, number: int, part: Part = "train") -> Prompt:
-    """A prompt, with its answer as the column `answer`."""
+    """Returns a prompt, with its answer as the column `answer`."""
     text, answer = self.ask(_draws(seed, number, part))
     return Prompt(text, {"answer": answer})
 
   def demonstration(self, seed: int, number: int) -> tuple[str, str]:
-    """A prompt and what may be answered, for training before reinforcement learning."""
+    """Returns a prompt and an answer to it, for training before reinforcement learning."""
     draws = _draws(seed, number, "demonstrations")
     text, answer = self.ask(draws)
     return text, self.demonstrate(draws, text, answer)
 
   def prompts(self, seed: int, part: Part = "train") -> Prompts:
-    """The prompts of a part of the task, without end."""
+    """Returns the prompts of a part of the task, without end."""
     return Prompts(lambda number: self.prompt(seed, number, part), -1)
 
 
 def _draws(seed: int, number: int, part: Part) -> Draws:
-  """The draws of one prompt, independent of all others."""
+  """Returns the draws of one prompt, independent of all others."""
   sequence = np.random.SeedSequence([seed, _PARTS.index(part), number])
   # 64 bits each: the remainder favours no number by more than 2⁻⁵⁰ for n < 2¹⁴.
   words = iter(sequence.generate_state(64, np.uint64))
@@ -64,7 +64,7 @@ def _ask_sort(draws: Draws) -> tuple[str, str]:
 
 
 def _mixed_sort(draws: Draws, text: str, answer: str) -> str:
-  """60% copy the digits or reverse them."""
+  """Copies the digits in 60% of the completions, or reverses them."""
   digits = text[1:-1]
   if draws(10) >= 6:
     return answer
@@ -77,7 +77,7 @@ def _ask_format(draws: Draws) -> tuple[str, str]:
 
 
 def _bare(draws: Draws, text: str, answer: str) -> str:
-  """60% leave out the brackets."""
+  """Leaves out the brackets in 60% of the completions."""
   del text
   return answer if draws(10) >= 6 else answer.strip("<>")
 
@@ -89,7 +89,7 @@ TASKS = {
 
 
 def task_named(name: str) -> Task:
-  """The task that `rl_task` names.
+  """Returns the task that `rl_task` names.
 
   Raises:
     UserError: there is none of that name.

@@ -71,7 +71,7 @@ def rl_report_or_refusal(
 
 
 def _lowered(config: Config, place: Target) -> str:
-  """The hash of the run's step."""
+  """Hashes the run's step."""
   plan = plan_rl(config, place.layout)
   trained = in_samples(config, plan)
   trainer = build_policy_trainer(trained, plan, place.devices)

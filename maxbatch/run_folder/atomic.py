@@ -26,7 +26,8 @@ _ROOM_BYTES = 2**28
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-  """A file to write to, which replaces `path` once it is on disk; after an error nothing is left.
+  """Yields a file to write to, which replaces `path` once it is on disk; after an error nothing is
+  left.
 
   Its folder is made if need be. Who may read it follows from the umask: not made by tempfile, whose
   files nobody else may read. Several processes may write the same path; the last one wins. Raises
@@ -49,7 +50,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-  """A folder to write to, which is renamed to `folder` at the end; after an error nothing is left.
+  """Yields a folder to write to, which is renamed to `folder` at the end; after an error nothing is
+  left.
 
   What a process that was killed has left under the temporary name is removed by the next one. Two
   must not write the same folder at once.
@@ -93,7 +95,8 @@ def nearest(folder: Path) -> Path:
 
 
 def elsewhere(path: Path) -> str:
-  """`, for example base_output_directory=…`, which can be written where `path` cannot; or nothing."""
+  """Returns `, for example base_output_directory=…`, which can be written where `path` cannot; or
+  nothing."""
   for folder in (Path("runs"), Path.home() / "runs", Path(tempfile.gettempdir()) / "runs"):
     there = nearest(folder.absolute())
     is_other = not path.absolute().is_relative_to(folder.absolute())
@@ -122,7 +125,7 @@ class AppendedFile:
 
   @property
   def num_waiting(self) -> int:
-    """How many of the pieces given to `write` are not, or not wholly, on disk."""
+    """Number of the pieces given to `write` that are not, or not wholly, on disk."""
     return len(self._waiting)
 
   def write(self, data: bytes) -> None:

@@ -26,8 +26,8 @@ class EventLog:
   """Appends events to a run's file; a context manager."""
 
   def __init__(self, folder: Path, report: Callable[[str], None] = print):
-    """`report` receives a line when events cannot be written, which ends no run. Raises OSError:
-    the file cannot be opened."""
+    """Takes as `report` a function that receives a line when events cannot be written, which ends
+    no run. Raises OSError: the file cannot be opened."""
     folder.mkdir(parents=True, exist_ok=True)
     self._file = AppendedFile(RunFolder(folder).events, report)
 
@@ -56,8 +56,8 @@ class NoEventLog(EventLog):
 
 
 def readable_events(folder: Path) -> Iterator[Event | None]:
-  """The events of a run, in order; None for each line that is none. Raises OSError: the file is
-  there and cannot be read."""
+  """Yields the events of a run, in order; None for each line that is none. Raises OSError: the file
+  is there and cannot be read."""
   path = RunFolder(folder).events
   if not path.is_file():
     return

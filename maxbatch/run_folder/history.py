@@ -52,7 +52,7 @@ class Metrics:
 
   @property
   def num_records(self) -> int:
-    """How many steps were recorded, with step 0."""
+    """Number of steps recorded, with step 0."""
     return len(self.positions["step"])
 
 
@@ -112,18 +112,20 @@ def _read(folder: Path, most_bytes: int | None = None) -> RunHistory:
 
 
 def is_run(folder: Path) -> bool:
-  """Whether a run, or a compilation, has left something there."""
+  """Returns whether a run, or a compilation, has left something there."""
   paths = RunFolder(folder)
   return any(p.is_file() for p in (paths.metrics, paths.config, paths.compile_report_json))
 
 
 def glance_at(folder: Path) -> RunHistory:
-  """As `read_history`, of metrics.jsonl only the end: enough for a line, and quick for long runs."""
+  """Reads a run as `read_history` does, of metrics.jsonl only the end: enough for a line, and quick
+  for long runs."""
   return _read(folder, most_bytes=_GLANCE_BYTES)
 
 
 def runs_below(folder: Path) -> list[Path]:
-  """The folders of runs in a folder, itself included, by their names; branches of runs too."""
+  """Returns the folders of runs in a folder, itself included, by their names; branches of runs
+  too."""
   results = [folder, *(path for depth in _DEPTHS for path in folder.glob(depth))]
   return sorted(path for path in results if path.is_dir() and is_run(path))
 
@@ -185,8 +187,8 @@ def _metrics(path: Path, missing: list[str], most_bytes: int | None) -> Metrics:
 
 
 def _records(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Record | None]]:
-  """Every line with its number, or those that begin in the last bytes; None where it is no record of
-  a step."""
+  """Yields every line with its number, or those that begin in the last bytes; None where it is no
+  record of a step."""
   if not path.is_file():
     return
   with path.open("rb") as file:
@@ -268,7 +270,7 @@ class Status:
 
 
 def status_of(run: RunHistory, now: float | None = None) -> Status:
-  """The state of a run.
+  """Returns the state of a run.
 
   Args:
     now: seconds since 1970; None: the clock's.
@@ -317,7 +319,7 @@ def _is_alive(process: int) -> bool:
 
 
 def span(seconds: float) -> str:
-  """A time, as 12 s, 3 min 20 s, 5 h 2 min or 3 d 4 h."""
+  """Formats a time, as 12 s, 3 min 20 s, 5 h 2 min or 3 d 4 h."""
   whole = round(seconds)
   for large, small, size in (("d", "h", 86400), ("h", "min", 3600), ("min", "s", 60)):
     if whole >= size:

@@ -19,7 +19,7 @@ _HELD = (errno.EAGAIN, errno.EACCES)
 
 @contextlib.contextmanager
 def claimed(path: Path, *, wait: bool) -> Iterator[bool]:
-  """Whether this process alone has `path`, a file that is made for it and removed again.
+  """Yields whether this process alone has `path`, a file that is made for it and removed again.
 
   The system gives a claim back when its process ends, however it ends. Where files cannot be
   locked, everyone has what they claim: files that appear whole may be made twice.

@@ -106,14 +106,14 @@ class NoMetricsLog(MetricsLog):
 
 
 def read_metrics(folder: pathlib.Path) -> list[Record]:
-  """All records of a run's folder, oldest first; a last line cut off by a crash is left out. Raises
-  UserError: another line is not a record."""
+  """Reads all records of a run's folder, oldest first; a last line cut off by a crash is left out.
+  Raises UserError: another line is not a record."""
   return list(each_record(folder))
 
 
 def each_record(folder: pathlib.Path) -> Iterator[Record]:
-  """The same, one at a time: a run of millions of steps does not fit in memory. Raises UserError:
-  as above, when it comes to such a line."""
+  """Yields the same, one at a time: a run of millions of steps does not fit in memory. Raises
+  UserError: as above, when it comes to such a line."""
   path = RunFolder(folder).metrics
   if path.exists():
     yield from (record for _, record in _lines(path))

@@ -28,11 +28,11 @@ class RunFolder:
 
   @classmethod
   def of(cls, run: RunConfig) -> Self:
-    """Where a run writes; ~ is the user's home."""
+    """Returns the folder where a run writes; ~ is the user's home."""
     return cls(Path(run.base_output_directory).expanduser() / run.run_name)
 
   def free_name(self) -> str:
-    """A run_name like this one under which nothing is there yet."""
+    """Returns a run_name like this one under which nothing is there yet."""
     numbered = (f"{self.path.name}-{number}" for number in itertools.count(2))
     return next(name for name in numbered if not self.path.with_name(name).exists())
 
@@ -44,7 +44,7 @@ class RunFolder:
   """The same of every start, in files numbered from 1."""
 
   def next_start(self) -> Path:
-    """The file of a start that has none yet."""
+    """Returns the file of a start that has none yet."""
     numbers = [int(path.stem) for path in self.starts.glob("*.yml") if path.stem.isdecimal()]
     return self.starts / f"{max(numbers, default=0) + 1}.yml"
 
@@ -56,7 +56,7 @@ class RunFolder:
   """The run as a page, for people."""
 
   def process_log(self, process: int) -> Path:
-    """What one of several processes said, its warnings and its errors."""
+    """Returns the file of what one of several processes prints, its warnings and its errors."""
     return self.path / "logs" / f"process_{process:05}.log"
 
   tensorboard = Inside("tensorboard")
@@ -93,8 +93,8 @@ class RunFolder:
 
 
 def token_caches(dataset_cache_directory: str) -> Path:
-  """Where datasets' tokens are kept: the key's value, or a folder of the user's if it is empty.
-  Raises UserError: it is no folder of a file system."""
+  """Returns the folder of datasets' tokens: the key's value, or a folder of the user's if it is
+  empty. Raises UserError: it is no folder of a file system."""
   if "://" in dataset_cache_directory:
     raise UserError(
       f"dataset_cache_directory={dataset_cache_directory}: tokens are mapped into memory from a file "
@@ -104,17 +104,18 @@ def token_caches(dataset_cache_directory: str) -> Path:
 
 
 def compiled_programs(jax_cache_dir: str) -> Path:
-  """Where compiled programs are kept: the key's value, or a folder of the user's if it is empty."""
+  """Returns the folder of compiled programs: the key's value, or a folder of the user's if it is
+  empty."""
   return _given_or_own(jax_cache_dir, "compiled")
 
 
 def remembered_choices() -> Path:
-  """Where chosen microbatches are remembered."""
+  """Returns the folder in which chosen microbatches are remembered."""
   return _given_or_own("", "microbatch")
 
 
 def remembered_steps() -> Path:
-  """Where it is remembered what compiled steps took."""
+  """Returns the folder in which it is remembered what compiled steps took."""
   return _given_or_own("", "compiled_steps")
 
 

@@ -16,7 +16,8 @@ from maxbatch.errors import ProcessFailedError, TrainingDivergedError, UserError
 
 @contextlib.contextmanager
 def process_log(path: Path, *, speaks: bool) -> Iterator[None]:
-  """Inside, what this process prints is in the file at `path`, and at the end what ended it.
+  """Copies what this process prints inside this context to the file at `path`, and at the end what
+  ended it.
 
   So is what libraries write past Python: a line of each of a thousand processes hides all others.
 

@@ -64,7 +64,8 @@ class Progress:
       self.say(f"step {step}/{self._steps}  {_figures(record)}")
 
   def data_wait(self) -> str:
-    """How much of the time of the steps shown this process has waited for its rows; empty for none."""
+    """Says how much of the time of the steps shown this process has waited for its rows; empty for
+    none."""
     if not self._num_steps:
       return ""
     share = self._waited_seconds / self._seconds
@@ -105,7 +106,7 @@ class ByteProgress:
       self._bar.close()
 
   def over(self, parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same parts, of which each is done when the next is asked for."""
+    """Yields the same parts, each of which counts as done when the next is asked for."""
     for part in parts:
       yield part
       if self._bar is not None:
@@ -113,7 +114,7 @@ class ByteProgress:
 
 
 def _terminal_bar(**shown: Any) -> tqdm.tqdm | None:
-  """None where the output is no terminal."""
+  """Returns a progress bar; None where the output is no terminal."""
   if not sys.stdout.isatty():
     return None
   # Terminals without a size of their own (in containers) count as 80 by 24, not as 0 by 0.

@@ -39,11 +39,11 @@ class Writer(Protocol):
   """One place where records and texts are shown."""
 
   def write(self, record: Record) -> None:
-    """One step, with at least the keys of POSITIONS."""
+    """Writes one step, with at least the keys of POSITIONS."""
     ...
 
   def write_text(self, name: str, step: int, text: str) -> None:
-    """A text by its name: what the model wrote, the plan, the configuration."""
+    """Writes a text by its name: what the model wrote, the plan, the configuration."""
     ...
 
   def close(self) -> None:
@@ -81,7 +81,7 @@ class Guarded:
 
 
 def let_go(name: str, error: Exception) -> str:
-  """What is said of a writer that has failed."""
+  """Says that a writer has failed, and is given no more."""
   return (
     f"warning: metrics_writers={name} has failed ({type(error).__name__}: {error}); training goes on "
     "without it, and metrics.jsonl has everything"
@@ -100,7 +100,8 @@ class Curves:
   """Appends points to the curves of one folder."""
 
   def __init__(self, folder: pathlib.Path, first: int, report: Callable[[str], None]):
-    """TensorBoard drops what earlier writers of the folder have at step `first` or later.
+    """Opens TensorBoard's files, which drop what earlier writers of the folder have at step `first`
+    or later.
 
     `report` receives a line whenever something cannot be written; it is written later. Raises
     OSError: the folder cannot be made, or no file in it.
@@ -116,14 +117,14 @@ class Curves:
     self._append(step=first, session_log=starts)
 
   def add(self, step: int, values: Mapping[str, float]) -> None:
-    """One point of each curve."""
+    """Adds one point to each curve."""
     points = [
       _SUMMARIES.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()
     ]
     self._append(step=step, summary=_SUMMARIES.Summary(value=points))
 
   def add_text(self, step: int, tag: str, text: str) -> None:
-    """A text, which is shown letter by letter."""
+    """Adds a text, which is shown letter by letter."""
     # It is taken for Markdown, in which an indented line is code.
     shown = "".join(f"    {line}\n" for line in text.splitlines())
     plugin = _SUMMARIES.SummaryMetadata.PluginData(plugin_name="text")

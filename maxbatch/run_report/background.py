@@ -24,7 +24,7 @@ class BackgroundReport:
   """Writes a run's page now and then; one at a time."""
 
   def __init__(self, folder: Path, report: Callable[[str], None], *, enabled: bool = True):
-    """`report` receives a line if a page could not be written."""
+    """Takes as `report` a function that receives a line if a page could not be written."""
     self._folder, self._report, self._enabled = folder.absolute(), report, enabled
     self._process: subprocess.Popen[bytes] | None = None
     self._began, self._not_before = 0.0, 0.0

@@ -49,7 +49,8 @@ class _Drawing:
     self._most = min(MOST_POINTS, share // 4 * 4)
 
   def panels(self, names: Sequence[str]) -> Iterator[Panel]:
-    """In the order in which one looks at them; what is not known by name comes last."""
+    """Yields the panels in the order in which one looks at them; what is not known by name comes
+    last."""
     evaluations = [name for name in names if name.startswith("eval/loss")]
     validation = {name: _evaluation(name) for name in evaluations}
     losses = self._lines({"loss": "training"}, faint=True)
@@ -124,7 +125,8 @@ class _Drawing:
     return marks
 
   def _bands(self, run: RunHistory, low: Curve, high: Curve) -> list[Band]:
-    """The interval, and the batches at which another one changes little, as advice.py has it."""
+    """Returns the interval, and the batches at which another one changes little, as advice.py has
+    it."""
     # On a logarithmic axis what is not above 0 has no place.
     known = np.flatnonzero(low.values > 0)
     places = known[thinned(high.values[known], self._most)] if len(known) else known

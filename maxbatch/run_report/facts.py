@@ -125,7 +125,7 @@ def _ending(end: Event) -> str:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-  """Keys with other values, a line each."""
+  """Lists keys with other values, a line each."""
   keys = [key for key in now if key in before and before[key] != now[key]]
   return [f"{key}: {shown(before[key])} → {shown(now[key])}" for key in keys]
 

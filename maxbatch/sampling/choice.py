@@ -51,7 +51,8 @@ def choose(
   *,
   of_kept: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The next token of each row, its log-probability, and which tokens it was chosen from.
+  """Chooses the next token of each row; returns it, its log-probability, and which tokens it was
+  chosen from.
 
   Args:
     logits_BV: float32, −∞ where a token is not allowed.
@@ -77,7 +78,7 @@ def choose(
 
 
 def cut(logits_BV: jax.Array, choice: Choice) -> jax.Array:
-  """The logits with −∞ where top_k, top_p or min_p leave a token out."""
+  """Returns the logits with −∞ where top_k, top_p or min_p leave a token out."""
   V = logits_BV.shape[1]
   if choice.top_k or choice.top_p < 1:
     largest_BK = jax.lax.top_k(logits_BV, min(choice.top_k or V, V))[0]
@@ -97,19 +98,19 @@ _WORD = 32
 
 
 def num_words(vocab_size: int) -> int:
-  """Words of the tokens of a vocabulary in `packed`."""
+  """Returns the number of words that `packed` makes of the tokens of a vocabulary."""
   return -(-vocab_size // _WORD)
 
 
 def packed(kept_BV: jax.Array) -> jax.Array:
-  """The tokens as bits of uint32[B, W]."""
+  """Packs the tokens as bits of uint32[B, W]."""
   B, V = kept_BV.shape
   bits_BWX = jnp.pad(kept_BV, ((0, 0), (0, -V % _WORD))).reshape(B, -1, _WORD).astype(jnp.uint32)
   return (bits_BWX << jnp.arange(_WORD, dtype=jnp.uint32)[None, None]).sum(-1, dtype=jnp.uint32)
 
 
 def unpacked(bits_XW: jax.Array, vocab_size: int) -> jax.Array:
-  """The bool[…, V] that `packed` made the bits of."""
+  """Unpacks the bool[…, V] that `packed` made the bits of."""
   *lead, words = bits_XW.shape
   places = jnp.arange(_WORD, dtype=jnp.uint32)[(None,) * (len(lead) + 1)]
   bits = (bits_XW[..., None] >> places) & 1

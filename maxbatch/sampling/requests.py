@@ -43,7 +43,7 @@ class PromptEncoder:
     self._chat = build_chat(data, tokenizer) if data.use_chat_template else None
 
   def ends(self, stop: Sequence[str]) -> list[int]:
-    """The ids that end a text: of the document, of an answer, and those of `stop`. Raises
+    """Returns the ids that end a text: of the document, of an answer, and those of `stop`. Raises
     UserError: a text of `stop` is not one token."""
     answer = self._chat.end_of_answer() if self._chat else None
     own = [self._tokenizer.eos_id, *([] if answer is None else [answer])]
@@ -65,8 +65,8 @@ class PromptEncoder:
     return ids[0]
 
   def __call__(self, prompt: Prompt) -> tuple[int, ...]:
-    """The tokens of a prompt. Raises UserError: messages without a chat template, or which it
-    refuses."""
+    """Returns the tokens of a prompt. Raises UserError: messages without a chat template, or which
+    it refuses."""
     if self._chat is None:
       if not isinstance(prompt, str):
         raise UserError(
@@ -100,8 +100,8 @@ def requests(
 
 
 def read_prompts(file: str) -> list[Prompt]:
-  """The prompts of a file: of each line the text, or in a .jsonl its `prompt` or `messages`. Raises
-  UserError: it cannot be read, or a line is no prompt."""
+  """Reads the prompts of a file: of each line the text, or in a .jsonl its `prompt` or `messages`.
+  Raises UserError: it cannot be read, or a line is no prompt."""
   try:
     lines = pathlib.Path(file).expanduser().read_text(encoding="utf-8").splitlines()
   except (OSError, UnicodeError) as error:
@@ -138,7 +138,8 @@ _GENERATION = "generation_config.json"
 
 
 def config_of_folder(folder: Path, arguments: Sequence[str]) -> Config:
-  """The configuration of a folder's model, with its tokenizer, and rows as long as it is made for.
+  """Loads the configuration of a folder's model, with its tokenizer, and rows as long as it is made
+  for.
 
   Args:
     arguments: keys on top of what the folder says.
@@ -172,7 +173,7 @@ def _begins_texts(config: Config) -> bool:
 
 
 def ends_of_folder(folder: Path) -> list[int]:
-  """The ids that end a text by a folder's generation_config.json, such as those of a chat's
+  """Reads the ids that end a text from a folder's generation_config.json, such as those of a chat's
   answers. Raises UserError: it cannot be read."""
   path = folder / _GENERATION
   try:

@@ -94,7 +94,7 @@ class _State(NamedTuple):
   kept_BNW: jax.Array | None
 
   def samples(self, num_texts: int) -> Samples:
-    """Of the rows that do not only fill up the batch."""
+    """Returns the samples of the rows that do not only fill up the batch."""
     new_BN = self.tokens_BS[:, -self.log_probs_BN.shape[1] :]
     samples = Samples(new_BN, self.lengths_B, self.log_probs_BN, self.ended_B, self.kept_BNW)
     return jax.tree.map(lambda x: x[:num_texts], samples)
@@ -103,7 +103,7 @@ class _State(NamedTuple):
 def sample(
   sampler: Sampler, params: Parameters, prompts: Prompts, vocabulary: Vocabulary
 ) -> Samples:
-  """The texts that follow the prompts; done when all have ended or have max_new_tokens.
+  """Writes the texts that follow the prompts, until all have ended or have max_new_tokens.
 
   Args:
     sampler: how; over a mesh the rows are filled up to a number that it divides.
@@ -118,7 +118,7 @@ def sample(
 def stream(
   sampler: Sampler, params: Parameters, prompts: Prompts, vocabulary: Vocabulary, chunk: int
 ) -> Iterator[Samples]:
-  """As `sample`, after every `chunk` tokens, or fewer, what there is."""
+  """Yields, as `sample` does at the end, what there is after every `chunk` tokens, or fewer."""
   B, longest = len(prompts.lengths_B), int(np.max(prompts.lengths_B))
   texts, state = _begun(sampler, _filled_up(sampler, prompts), vocabulary, B)
   cache = None
@@ -143,7 +143,7 @@ def stream(
 def traced_prefill(
   sampler: Sampler, params: Parameters, num_texts: int, places: int
 ) -> jax.stages.Traced:
-  """The program that reads the prompts and begins the texts, of abstract arrays.
+  """Traces the program that reads the prompts and begins the texts, of abstract arrays.
 
   Args:
     params: shapes, dtypes and shardings.
@@ -156,14 +156,15 @@ def traced_prefill(
 def traced_write(
   sampler: Sampler, params: Parameters, num_texts: int, places: int, cache: Cache
 ) -> jax.stages.Traced:
-  """The program that writes token after token; see `traced_prefill`, which gives the cache."""
+  """Traces the program that writes token after token; see `traced_prefill`, which gives the
+  cache."""
   until = jax.ShapeDtypeStruct((), np.int32)
   texts, state = abstract_texts(sampler, num_texts, places)
   return _write.trace(sampler, params, texts, state, cache, until)
 
 
 def abstract_texts(sampler: Sampler, num_texts: int, places: int) -> tuple[Any, Any]:
-  """Shapes, dtypes and shardings of what both programs take beside parameters and cache."""
+  """Returns shapes, dtypes and shardings of what both programs take beside parameters and cache."""
   assert sampler.mesh is not None
   B, N, V = num_texts, sampler.max_new_tokens, sampler.model.config.vocab_size
   key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
@@ -190,7 +191,8 @@ def abstract_texts(sampler: Sampler, num_texts: int, places: int) -> tuple[Any, 
 def on_fewest_devices(
   params: Parameters, mesh: Mesh, num_texts: int
 ) -> tuple[Parameters, Mesh | None]:
-  """The parameters with which so many texts are written, and the mesh over which they lie, if any.
+  """Returns the parameters with which so many texts are written, and the mesh over which they lie,
+  if any.
 
   Where every device has all of them, and the texts do not divide, one device does as much alone.
   """
@@ -201,12 +203,12 @@ def on_fewest_devices(
 
 
 def _ways(mesh: Mesh | None) -> int:
-  """Parts that a batch is divided into."""
+  """Returns the number of parts that a batch is divided into."""
   return math.prod(mesh.shape[axis] for axis in LOGICAL_AXIS_RULES["batch"]) if mesh else 1
 
 
 def _filled_up(sampler: Sampler, prompts: Prompts) -> Prompts:
-  """With rows of one token until the mesh divides them."""
+  """Adds rows of one token until the mesh divides them."""
   more = -len(prompts.lengths_B) % _ways(sampler.mesh)
   if not more:
     return prompts
@@ -246,7 +248,7 @@ def _offers_cache(model: Model) -> bool:
 def _prefill(
   sampler: Sampler, params: Parameters, texts: _Texts, state: _State
 ) -> tuple[_State, Cache]:
-  """The prompts in a cache, and the first token of each text."""
+  """Puts the prompts in a cache, and chooses the first token of each text."""
   with _mesh_of(sampler):
     bound, S = sampler.model.bind(params), state.tokens_BS.shape[1]
     assert offers_cache(bound)
@@ -271,7 +273,7 @@ def _write(
   cache: Cache | None,
   until: jax.Array,
 ) -> tuple[_State, Cache | None]:
-  """With the tokens up to number `until`, unless all texts end before."""
+  """Writes the tokens up to number `until`, unless all texts end before."""
   with _mesh_of(sampler):
     bound = sampler.model.bind(params)
     decode = bound.decoder() if cache is not None and offers_cache(bound) else None
@@ -297,7 +299,7 @@ def _write(
 def _hidden_of_whole(
   bound: LanguageModel, sampler: Sampler, texts: _Texts, state: _State, place: jax.Array
 ) -> jax.Array:
-  """Hidden states (B, D) of the tokens at `place`, by a pass over the last W of each row.
+  """Returns hidden states (B, D) of the tokens at `place`, by a pass over the last W of each row.
 
   They begin their rows, as in training: what comes after them there is seen by none.
   """
@@ -313,7 +315,7 @@ def _hidden_of_whole(
 def _with_next(
   sampler: Sampler, bound: LanguageModel, texts: _Texts, state: _State, hidden_BD: jax.Array
 ) -> _State:
-  """With the token that is chosen by the hidden states of the last one, in rows that go on."""
+  """Adds the token that is chosen by the hidden states of the last one, in rows that go on."""
   logits_BV = jnp.matmul(hidden_BD, bound.output_matrix(), preferred_element_type=jnp.float32)
   logits_BV = capped(logits_BV, sampler.model.config.final_logits_soft_cap)
   logits_BV = constrain(logits_BV, ("batch", None))
@@ -341,7 +343,7 @@ def _with_next(
 
 
 def _rows(tokens_BT: jax.Array) -> Rows:
-  """Rows of which only the tokens matter."""
+  """Returns rows of which only the tokens matter."""
   return Rows(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape), jnp.zeros(len(tokens_BT), jnp.int32))
 
 
@@ -352,5 +354,5 @@ def _mesh_of(sampler: Sampler) -> contextlib.AbstractContextManager[Any]:
 
 
 def _everywhere(state: _State) -> _State:
-  """Whole on every device, for the host to read."""
+  """Replicates the state on every device, for the host to read."""
   return jax.tree.map(lambda x: constrain(x, (None,) * x.ndim), state)

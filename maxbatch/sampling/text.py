@@ -23,7 +23,7 @@ _INCOMPLETE = "\ufffd"
 
 
 def choice_of(run: RunConfig) -> Choice:
-  """How the keys say that a token is chosen."""
+  """Returns how the keys say that a token is chosen."""
   return Choice(
     run.decode_sampling_temperature,
     run.decode_sampling_top_k,
@@ -33,14 +33,15 @@ def choice_of(run: RunConfig) -> Choice:
 
 
 def encoded(tokenizer: Tokenizer, prompt: str, *, add_bos: bool) -> list[int]:
-  """The ids of a prompt; those of an empty one begin a document, whatever `add_bos` says."""
+  """Returns the ids of a prompt; those of an empty one begin a document, whatever `add_bos`
+  says."""
   # Where the locale is not UTF-8, Python hands on what it cannot read as surrogates.
   typed = tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist()
   return [tokenizer.bos_id, *typed] if add_bos or not typed else typed
 
 
 def prompts_of(ids: Sequence[Sequence[int]], seed: int, numbers: Sequence[int]) -> Prompts:
-  """Prompts padded on the left.
+  """Pads prompts on the left.
 
   Args:
     ids: of each row.
@@ -61,8 +62,8 @@ def prompts_of(ids: Sequence[Sequence[int]], seed: int, numbers: Sequence[int]) 
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()) -> Vocabulary:
-  """The tokens that stand for text, and those of `ends`, of a model's `vocab_size` logits. Raises
-  UserError: the model has no logit for some token."""
+  """Returns the tokens that stand for text, and those of `ends`, of a model's `vocab_size` logits.
+  Raises UserError: the model has no logit for some token."""
   if tokenizer.vocab_size > vocab_size:
     raise UserError(
       f"vocab_size={vocab_size} must be at least the {tokenizer.vocab_size} tokens of the tokenizer; "
@@ -76,7 +77,8 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = (
 
 
 def text_after(tokenizer: Tokenizer, prompt: Ids, ids: Ids) -> str:
-  """The text of `ids` as it goes on after a prompt: a tokenizer may drop the first one's space."""
+  """Returns the text of `ids` as it goes on after a prompt: a tokenizer may drop the first one's
+  space."""
   before, both = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
   return both.removeprefix(before) if both.startswith(before) else tokenizer.decode(ids)
 
@@ -88,7 +90,7 @@ class TextStream:
     self._tokenizer, self._prompt, self._shown = tokenizer, prompt, ""
 
   def more(self, ids: Ids, *, is_all: bool = False) -> str:
-    """What is new, of all of the text's tokens until now."""
+    """Returns the new part of a text, of all of its tokens until now."""
     text = text_after(self._tokenizer, self._prompt, ids)
     whole = text if is_all else text.rstrip(_INCOMPLETE)
     if not whole.startswith(self._shown):

@@ -58,7 +58,7 @@ def build_trainer(
   loss: Loss = TEXT,
   num_saved_policies: int = 0,
 ) -> Trainer:
-  """Model, optimizer and mesh, none of which holds an array yet.
+  """Builds model, optimizer and mesh, none of which holds an array yet.
 
   Args:
     config: the run.
@@ -189,7 +189,7 @@ def _check_vocabulary(config: Config) -> None:
 
 
 def following(trainer: Trainer, config: Config, plan: BatchPlan) -> Trainer:
-  """The trainer for a plan whose phases begin elsewhere, as those of a resumed run do."""
+  """Returns the trainer for a plan whose phases begin elsewhere, as those of a resumed run do."""
   if not streams(config):
     return trainer
   every_k = _microbatches_per_update(config, plan)
@@ -198,7 +198,8 @@ def following(trainer: Trainer, config: Config, plan: BatchPlan) -> Trainer:
 
 
 def _microbatches_per_update(config: Config, plan: BatchPlan) -> optax.Schedule | int:
-  """Dispatches that MultiSteps sums up: one when fused, else the microbatches of each phase."""
+  """Returns how many dispatches MultiSteps sums up: one when fused, else the microbatches of each
+  phase."""
   if not streams(config):
     return 1
   # Where a plan begins is no part of the program: a resumed run takes the same one.
@@ -214,12 +215,12 @@ def _microbatches_per_update(config: Config, plan: BatchPlan) -> optax.Schedule 
 
 
 def streams(config: Config) -> bool:
-  """Whether a step is one dispatch per microbatch."""
+  """Returns whether a step is one dispatch per microbatch."""
   return config.batch.accumulation == "streamed"
 
 
 def undivided_parameters(trainer: Trainer) -> list[str]:
-  """Parameters that the mesh cannot divide as the table says, a line each."""
+  """Lists parameters that the mesh cannot divide as the table says, a line each."""
   shapes = {
     tuple(entry.key for entry in path): leaf.shape
     for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.model.shapes())
@@ -232,7 +233,8 @@ def undivided_parameters(trainer: Trainer) -> list[str]:
 
 
 def lost_updates(model: Model) -> list[str]:
-  """What training loses to the rounding of its weights, in lines; none where it loses nothing."""
+  """Says what training loses to the rounding of its weights, in lines; none where it loses
+  nothing."""
   if not _rounds_updates(model) or model.policy.weight_rounding == "stochastic":
     return []
   return [
@@ -243,12 +245,12 @@ def lost_updates(model: Model) -> list[str]:
 
 
 def num_parameters(model: Model) -> int:
-  """Parameters of a model."""
+  """Counts the parameters of a model."""
   return sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
 
 
 def parameter_counts(model: Model) -> str:
-  """How many parameters there are, and how many of them train, in words."""
+  """Says how many parameters there are, and how many of them train."""
   trained, _ = model.split(model.shapes())
   counted = f"{num_parameters(model):,} parameters"
   if not model.frozen:
@@ -257,12 +259,12 @@ def parameter_counts(model: Model) -> str:
 
 
 def step_rows(config: Config, plan: BatchPlan, source: RowSource, micro_batch: int) -> Rows:
-  """The shapes of the rows that phases of `micro_batch` feed the step."""
+  """Returns the shapes of the rows in the steps of phases of `micro_batch`."""
   return _shapes(source, (1 if streams(config) else plan.microbatch_capacity, micro_batch))
 
 
 def traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
-  """The training step, traced for these rows, with every sharding fixed."""
+  """Traces the training step for these rows, with every sharding fixed."""
   return _traced_step(trainer, rows)
 
 
@@ -279,7 +281,7 @@ def _traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
 def compiled_step(
   config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int
 ) -> Step:
-  """The training step, compiled for exactly the arrays that phases of `micro_batch` feed it."""
+  """Compiles the training step for exactly the arrays that phases of `micro_batch` have."""
   # What is saved must come from the compiler itself.
   compiled = _compiled_step.__wrapped__ if config.compile.save_compiled_step else _compiled_step
   return compiled(trainer, step_rows(config, plan, source, micro_batch))
@@ -292,7 +294,7 @@ def _compiled_step(trainer: Trainer, rows: Rows) -> Step:
 
 
 def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalStep:
-  """The evaluation of one batch, compiled."""
+  """Compiles the evaluation of one batch."""
   return _compiled_eval(trainer, _shapes(source, (plan.eval_batch,)))
 
 
@@ -303,7 +305,7 @@ def _compiled_eval(trainer: Trainer, rows: Rows) -> EvalStep:
 
 
 def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:
-  """What a loader of `source` yields, without reading a row."""
+  """Returns what a loader of `source` yields, without reading a row."""
   one = source.rows(np.zeros(0, np.int64))
   one |= {"sample_ids": np.zeros(0, np.int32), "checksums": np.zeros(0, np.uint32)}
   fields: dict[str, Any] = {
@@ -357,7 +359,8 @@ def row_hosts(trainer: Trainer, plan: BatchPlan) -> Callable[[int, int], str]:
 def eval_rows(
   config: Config, plan: BatchPlan, trainer: Trainer, dataset: Dataset
 ) -> Sequence[EvalRows]:
-  """The validation rows, by source where each has its own; empty without validation data."""
+  """Returns the validation rows, by source where each has its own; empty without validation
+  data."""
   shape = (plan.eval_batch, config.batch.max_target_length)
   place = sharding(("batch", None), shape, trainer.mesh)
 

@@ -10,6 +10,6 @@ class Clock:
     self._last = time.perf_counter()
 
   def lap(self) -> float:
-    """Seconds since the clock was made or last asked."""
+    """Returns the seconds since the clock was made or last asked."""
     last, self._last = self._last, time.perf_counter()
     return self._last - last

@@ -28,11 +28,11 @@ class StepLoader(Protocol):
   """What brings the arrays that steps are fed, one dispatch after the other."""
 
   def __next__(self) -> Any:
-    """What the next dispatch is fed."""
+    """Returns the batch of the next dispatch."""
     ...
 
   def waited_seconds(self) -> float:
-    """How long `next` has waited for it to be made since this was last asked."""
+    """Returns how long `next` has waited for it to be made since this was last asked."""
     ...
 
   def __enter__(self) -> Self: ...
@@ -51,7 +51,7 @@ class Hooks:
     """Receives the parameters before each step, which that step uses up."""
 
   def dispatched(self, metrics: StepMetrics) -> None:
-    """Is called after each dispatch of training, whose metrics may still be on the devices."""
+    """Runs after each dispatch of training, whose metrics may still be on the devices."""
 
   def completed(self, record: Record) -> Record:
     """Returns the record of a step with what else is known of it; raises where that is wrong."""
@@ -115,7 +115,7 @@ class Job:
   """What every checkpoint notes beside what it saves."""
 
   def with_plan(self, plan: BatchPlan) -> "Job":
-    """The job after the plan has changed."""
+    """Returns the job after the plan has changed."""
     self.outputs.progress.expect(plan.steps)
     rate = dataclasses.replace(self.learning_rate, plan=plan)
     return dataclasses.replace(self, plan=plan, learning_rate=rate)

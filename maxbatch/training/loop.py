@@ -226,7 +226,7 @@ def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None
 
 
 def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
-  """As `evaluate`; notes how long it took, and the memory that the run has needed until then."""
+  """Evaluates; notes how long it took, and the memory that the run has needed until then."""
   began = time.perf_counter()
   result = evaluate(job, params)
   peaks = [device.memory_stats() for device in job.trainer.mesh.local_devices]
@@ -240,7 +240,7 @@ def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
 
 
 def _show_evaluated(job: Job, position: Position, params: Parameters, *, is_last: bool) -> None:
-  """Has the model write, and what is known be looked at."""
+  """Has the model write a text, and shows what is known."""
   show_text(job, position, params)
   if not is_last:
     job.outputs.evaluated()
@@ -318,7 +318,7 @@ def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> st
 
 
 def _last_good(job: Job) -> str:
-  """What is saved."""
+  """Says what is saved."""
   if job.outputs.checkpointer:
     job.outputs.checkpointer.wait()
   saved = job.outputs.checkpointer.steps() if job.outputs.checkpointer else []
@@ -326,7 +326,7 @@ def _last_good(job: Job) -> str:
 
 
 def _kept(job: Job) -> str:
-  """What is left when a run diverges, and what may help."""
+  """Says what is left when a run diverges, and what may help."""
   return (
     f"{_last_good(job)}. Nothing after it is saved. A lower learning_rate, a longer warmup_steps or a smaller "
     "gradient_clipping_threshold may help."

@@ -66,7 +66,7 @@ class LossSums(NamedTuple):
 def loss_sum(
   model: Model, parameters: Parameters, rows: Rows, dropout_key: jax.Array | None
 ) -> jax.Array:
-  """Weighted sum over tokens of cross entropy (nats) and z-loss, float32.
+  """Sums cross entropy (nats) and z-loss over tokens, weighted, float32.
 
   Args:
     model: the model.
@@ -85,7 +85,7 @@ def loss_parts(
   probes: Parameters | None = None,
   metrics: Metrics = NO_METRICS,
 ) -> LossSums:
-  """As `loss_sum`, with metrics, not yet summed over the devices along fsdp: float32[F].
+  """Computes `loss_sum` with metrics, not yet summed over the devices along fsdp: float32[F].
 
   `probes`, if the model has any, are zeros to differentiate the sum by (models/probes.py).
   """
@@ -150,7 +150,7 @@ def row_sums(
 def loss_options(
   model: Model, rows: int, length: int, *, is_training: bool, metrics: Metrics
 ) -> LossOptions:
-  """How the loss of `rows` rows of `length` tokens is formed; z-loss is training's alone."""
+  """Returns how the loss of rows (rows, length) is formed; z-loss is training's alone."""
   config = model.config
   z_weight = config.z_loss_multiplier if is_training else 0.0
   is_kept = is_training and keeps_gradients(config, rows, length, model.policy.dtype)
@@ -160,17 +160,16 @@ def loss_options(
 
 
 def keeps_gradients(config: ModelConfig, rows: int, length: int, dtype: DTypeLike) -> bool:
-  """Whether the gradient of all logits, in the format of the products, takes at most as many bytes a
-  device as the matrix's in float32. It is then kept until the last tile, and multiplied at once: the
-  sum over tiles, which would be held instead, is neither held nor read and written for each of them.
-  """
+  """Returns whether the gradient of all logits, in the format of the products, takes at most as many
+  bytes a device as the matrix's in float32. It is then kept and multiplied once, after the last tile:
+  the sum over tiles need not be held, nor read and written for each."""
   tokens = math.prod(local_shape(("batch", "length"), (rows, length)))
   return tokens * jnp.dtype(dtype).itemsize <= config.base_emb_dim * 4
 
 
 def num_tiles(config: ModelConfig, rows: int, length: int, *, is_kept: bool = False) -> int:
-  """Tiles into which `length` tokens are cut: num_vocab_tiling, or so many that the logits of each have
-  about as many bytes a device as the gradient of the output matrix at most, or 64 MiB.
+  """Returns the tiles that `length` tokens are cut into: num_vocab_tiling, or so many that the logits
+  of each have at most about the bytes of the output matrix's gradient a device, or 64 MiB.
 
   Each tile reads the whole matrix and adds to the whole gradient, which takes longer than its products
   if it has few tokens: with tiles of 64 MiB half of the step of Qwen3-0.6B on a v5e-16 was this. The
@@ -207,8 +206,8 @@ def cross_entropy_parts(
   probe_BS: jax.Array | None = None,
   scale: jax.Array | None = None,
 ) -> LossSums:
-  """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32, and the sums
-  of metrics, for each device along fsdp: float32[F].
+  """Sums weight · (log Z − logit[target] + z_weight · (log Z)²), log Z in float32, and metrics, for each
+  device along fsdp: float32[F].
 
   Its gradients, not the sum, are multiplied by `scale`, while they are still in float32.
   """
@@ -236,7 +235,7 @@ def _add(total: LossSums, new: LossSums) -> LossSums:
 
 
 def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, scale_B, options):
-  """The sums, for evaluation."""
+  """Computes the sums, for evaluation."""
   del scale_B
 
   def add_tile(total, tile):
@@ -247,7 +246,7 @@ def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, scale_B, options):
 
 
 def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, scale_B, options):
-  """The sums, and the loss's gradients by hidden states and matrix; None where all is frozen."""
+  """Computes the sums, and the gradients by hidden states and matrix; None where all is frozen."""
   wanted = hidden_BTD.perturbed, matrix_DV.perturbed
   scale_B = None if scale_B is None else scale_B.value
   arrays = hidden_BTD.value, matrix_DV.value, targets_BT.value, weights_BT.value
@@ -260,7 +259,7 @@ def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, scale_B, options):
 def _with_gradients(
   hidden_BTD, matrix_DV, targets_BT, weights_BT, scale_B, options, wanted=(True, True)
 ):
-  """The sums and the gradients that are wanted, that of the matrix in float32, a tile at a time."""
+  """Computes sums and the gradients wanted, that of the matrix in float32, a tile at a time."""
   of_hidden, of_matrix = wanted
   is_kept = options.is_kept and of_matrix
 
@@ -298,7 +297,7 @@ def _with_gradients(
 
 
 def _backward(options, gradients, d_sums):
-  """Metrics have no gradients."""
+  """Scales the kept gradients; metrics have none."""
   del options
   scaled = (None if d is None else d * d_sums.loss.astype(d.dtype) for d in gradients)
   return *scaled, None, None, None
@@ -309,13 +308,13 @@ _cross_entropy_sum.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _measured_sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, scale_B, options):
-  """The sums; the loss's gradient by the matrix is measured row by row."""
+  """Computes the sums; the loss's gradient by the matrix is measured row by row."""
   del probe_BS
   return _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, scale_B, options)
 
 
 def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, scale_B, options):
-  """As `_forward`, a row at a time, each in as few tiles as the whole batch of one row needs."""
+  """Computes `_forward` a row at a time, each in as few tiles as a batch of one row needs."""
   of_a_row = options._replace(tiles=-(-options.tiles // hidden_BTD.shape[0]))
 
   def add_row(carry, row):
@@ -350,7 +349,7 @@ def _tile_sum(
   matrix_DV: jax.Array,
   options: LossOptions,
 ) -> tuple[LossSums, jax.Array]:
-  """The sums over a tile and the loss's gradient by the logits, all float32."""
+  """Computes the sums over a tile and the loss's gradient by the logits, all float32."""
   hidden_BCD, targets_BC, weights_BC = tile
   (B, C, D), z_weight, cap = hidden_BCD.shape, options.z_weight, options.soft_cap
   hidden_XD = hidden_BCD.reshape(-1, D)
@@ -382,7 +381,7 @@ def _tile_sum(
 
 
 def cut_tokens(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-  """(B, T, …) → (tiles, B, C, …): cut along T, which no mesh axis divides.
+  """Cuts (B, T, …) → (tiles, B, C, …) along T, which no mesh axis divides.
 
   Where tiles do not divide T, the last ones are filled up with zeros: tokens without weight.
   """
@@ -397,7 +396,7 @@ def cut_tokens(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def scan_tiles(body: Callable[..., Any], carry: Any, cut: tuple[jax.Array, ...], tiles: int) -> Any:
-  """As lax.scan; a single tile needs no loop."""
+  """Scans as lax.scan does; a single tile needs no loop."""
   if tiles > 1:
     return jax.lax.scan(body, carry, cut)
   carry, out = body(carry, tuple(x[0] for x in cut))

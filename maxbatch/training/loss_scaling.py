@@ -36,7 +36,7 @@ class ScalingMetrics(NamedTuple):
 
 
 def scaling_record(metrics: ScalingMetrics | None) -> Record:
-  """What a step's record has of it; `metrics` are on the host."""
+  """Returns a step's record of the loss scale; `metrics` are on the host."""
   if metrics is None:
     return {}
   return {"loss_scale": float(metrics.loss_scale), "skipped_steps": int(metrics.skipped_steps)}
@@ -121,7 +121,7 @@ def unscaled(accumulate: Accumulate, state: LossScale | None) -> Accumulate:
 def unless_skipped(
   before: Applied, after: Applied, is_finite: jax.Array, last: jax.Array
 ) -> Applied:
-  """What the dispatch leaves behind: the update if it ends a step that is finite, else nothing of it.
+  """Returns the state after a dispatch: updated if it ends a step that is finite, else unchanged.
 
   Args:
     before: the state that was updated; its updates are not used.
@@ -147,7 +147,8 @@ def unless_skipped(
 def next_scale(
   scaling: LossScaling, state: LossScale, is_finite: jax.Array, last: jax.Array
 ) -> tuple[LossScale, ScalingMetrics]:
-  """The scale after a dispatch, which changes only where it ends a step, and what is reported."""
+  """Returns the scale after a dispatch, which changes only where it ends a step, and what is
+  reported."""
   after = scaling.after(state, is_finite)
   metrics = ScalingMetrics(state.scale, ~is_finite, after.skipped_steps, after.skipped_in_a_row)
   return jax.tree.map(lambda new, old: jnp.where(last, new, old), after, state), metrics

@@ -68,7 +68,7 @@ class UpdateMetric:
 
 
 def _accuracy(tokens: Tokens) -> jax.Array:
-  """The share of tokens whose target has the largest logit."""
+  """Returns the share of tokens whose target has the largest logit."""
   return (tokens.target_logit_BC >= tokens.max_logit_BC).astype(jnp.float32)
 
 
@@ -104,7 +104,7 @@ NO_METRICS = Metrics()
 
 
 def chosen_metrics(names: Iterable[str], plugins: PlugIns = ()) -> Metrics:
-  """The registered metrics of these names.
+  """Returns the registered metrics of these names.
 
   Raises:
     UserError: a name is not registered; offers the nearest.
@@ -129,7 +129,7 @@ TokenSums = dict[str, Quotient]
 
 
 def token_sums(metrics: Metrics, tokens: Tokens) -> TokenSums:
-  """The sums over some tokens, as float32 scalars."""
+  """Sums over some tokens, as float32 scalars."""
 
   def weighted(function: Callable[[Tokens], jax.Array]) -> jax.Array:
     # Padding may be anything, NaN too.
@@ -142,7 +142,7 @@ def token_sums(metrics: Metrics, tokens: Tokens) -> TokenSums:
 
 
 def zero_token_sums(metrics: Metrics, shape: tuple[int, ...] = ()) -> TokenSums:
-  """The sums over no tokens; `shape` is that of every leaf."""
+  """Returns the sums over no tokens; `shape` is that of every leaf."""
   zero = jnp.zeros(shape, jnp.float32)
   return {
     name: Quotient(zero, None if metric.per is None else zero) for name, metric in metrics.of_tokens
@@ -150,7 +150,7 @@ def zero_token_sums(metrics: Metrics, shape: tuple[int, ...] = ()) -> TokenSums:
 
 
 def token_values(sums: TokenSums, weight: jax.typing.ArrayLike) -> dict[str, jax.Array]:
-  """The metrics themselves; 0 where there was nothing to divide by."""
+  """Returns the metrics themselves; 0 where there was nothing to divide by."""
 
   def mean(quotient: Quotient) -> jax.Array:
     per = jnp.asarray(weight if quotient.per is None else quotient.per)
@@ -160,7 +160,7 @@ def token_values(sums: TokenSums, weight: jax.typing.ArrayLike) -> dict[str, jax
 
 
 def update_values(metrics: Metrics, update: Update) -> dict[str, jax.Array]:
-  """The metrics of an update."""
+  """Returns the metrics of an update."""
   return {name: metric.value(update) for name, metric in metrics.of_update}
 
 

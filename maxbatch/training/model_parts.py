@@ -90,7 +90,7 @@ class ModelParts:
     weights_RT: jax.Array,
     scale: jax.Array | None = None,
   ) -> LossSums:
-    """Weighted sums over tokens of the loss and of the metrics, as `loss_parts` forms them."""
+    """Sums the loss and the metrics over tokens, weighted, as `loss_parts` does."""
     bound = self._bind(layers, rest)
     hidden_RTD = bound.normalize(y_RTD)
     options = loss_options(
@@ -104,7 +104,8 @@ class ModelParts:
     return jax.tree.map(jnp.sum, cross_entropy_parts(*rows, options, None, scale))
 
   def with_twice_the_heads(self, length: int) -> "ModelParts":
-    """The model with twice the heads and feed-forward width, for rows of `length` tokens."""
+    """Returns the model with twice the heads and feed-forward width, for rows of `length`
+    tokens."""
     config = self.model.config
     wider = dataclasses.replace(
       config,
@@ -140,7 +141,7 @@ def bind_layered(model: Model, parameters: Parameters) -> LayeredModel:
 
 
 def stage_order(pipeline: Pipeline) -> np.ndarray:
-  """int[layers]: for each position in stage order, the index of the layer in the model."""
+  """Returns, for each position in stage order, the index of the layer in the model: int[layers]."""
   sizes = (pipeline.repeats, pipeline.stages, pipeline.layers)
   return np.arange(np.prod(sizes)).reshape(sizes).transpose(1, 0, 2).ravel()
 
@@ -172,7 +173,7 @@ def _reorder(model: Model, pipeline: Pipeline | None, tree: Any, *, inverse: boo
 
 
 def _take(leaf: jax.Array, order: np.ndarray) -> jax.Array:
-  """`leaf[order]`; outside of jit one array at a time, with its sharding kept."""
+  """Returns `leaf[order]`; outside of jit one array at a time, with its sharding kept."""
   if isinstance(leaf, Tracer):
     return leaf[order]
   return jax.jit(lambda x: x[order], out_shardings=leaf.sharding)(leaf)

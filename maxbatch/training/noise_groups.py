@@ -41,7 +41,7 @@ def moments_by_group(
   *,
   every_layer: bool,
 ) -> dict[str, Moments | None]:
-  """The moments of each group that this step measured.
+  """Returns the moments of each group that this step measured.
 
   Args:
     probed: the probes of the model that the step ran.
@@ -66,7 +66,7 @@ def moments_by_group(
 def _summed(
   probed: Sequence[Probed], measured: StepMetrics, every_layer: bool
 ) -> Mapping[str, np.ndarray]:
-  """By group, the sums [rows, step] of squared norms over its parameters, in float64."""
+  """Sums squared norms over the parameters of each group: [rows, step] in float64."""
   assert measured.noise is not None
   leaves = (jax.tree.leaves(tree) for tree in (measured.noise.of_rows, measured.of_step))
   sums: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def _summed(
 
 
 def _shares(probe: Probed, both: np.ndarray, every_layer: bool) -> Iterator[tuple[str, np.ndarray]]:
-  """The groups that a probe belongs to, each with its part of [rows, step]."""
+  """Yields the groups that a probe belongs to, each with its part of [rows, step]."""
   whole = both.reshape(2, -1).sum(1)
   yield type_of(probe.path), whole
   if every_layer:

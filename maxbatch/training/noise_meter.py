@@ -20,7 +20,7 @@ class NoiseMeter:
   """Takes in each step's metrics, in order."""
 
   def __init__(self, config: NoiseConfig, model: Model, calibrating: Model | None):
-    """A meter that has seen nothing.
+    """Makes a meter that has seen nothing.
 
     Args:
       config: windows and intervals.
@@ -34,15 +34,16 @@ class NoiseMeter:
     self._tokens_per_sample = 0.0
 
   def is_calibration(self, step: int) -> bool:
-    """Whether the update after `step` others measures all layers, to tell what the norms' mean."""
+    """Returns whether the update after `step` others measures all layers, to calibrate what the
+    norms measure."""
     return self._calibrates and (step + 1) % self._every == 0
 
   def model_at(self, step: int) -> Model:
-    """The model that the update after `step` others runs."""
+    """Returns the model that the update after `step` others runs."""
     return self._models[self.is_calibration(step)]
 
   def observe(self, step: int, metrics: StepMetrics) -> Record:
-    """What the update after `step` others adds to its record; `metrics` are on the host."""
+    """Returns what the update after `step` others adds to its record; `metrics` are on the host."""
     if metrics.noise is None or metrics.weight == 0:
       return {}
     model = self.model_at(step)
@@ -61,18 +62,19 @@ class NoiseMeter:
     return record | self._figures()
 
   def total(self) -> Estimate:
-    """The noise scale of the whole model, measured or predicted; else of whole microbatches."""
+    """Returns the noise scale of the whole model, measured or predicted; else of whole
+    microbatches."""
     result = self._tracker.predicted_total() if self._predicts else self._tracker.estimate(TOTAL)
     if self._gns == "off":
       return self._tracker.estimate(FROM_MICROBATCHES)
     return result
 
   def line(self, batch: int) -> str:
-    """What is known, and what it means for steps of `batch` samples."""
+    """Says what is known, and what it means for steps of `batch` samples."""
     return advice(self.total(), batch, self._tokens_per_sample or 1.0, self._left_out())
 
   def as_dict(self) -> dict[str, Any]:
-    """Plain JSON, from which a resumed run goes on as this one would."""
+    """Returns plain JSON, from which a resumed run goes on as this one would."""
     return {"tracker": self._tracker.as_dict(), "tokens_per_sample": self._tokens_per_sample}
 
   def restore(self, content: Mapping[str, Any]) -> None:
@@ -86,7 +88,8 @@ class NoiseMeter:
     return self._gns == "norm"
 
   def _figures(self) -> Record:
-    """The scales that are known, by group, in samples; of the whole with what is known about it."""
+    """Returns the scales that are known, by group, in samples; of the whole with what is known
+    about it."""
     estimates = self._tracker.estimates()
     record: Record = {
       f"gns/{name}": each.scale.value for name, each in estimates.items() if each.scale
@@ -105,7 +108,7 @@ class NoiseMeter:
     return record
 
   def _left_out(self) -> list[str]:
-    """Parameters that train and that no probe sees."""
+    """Lists parameters that train and that no probe sees."""
     if self._gns != "all" and not self._calibrates:
       return []
     model = self._models[True]

@@ -23,27 +23,28 @@ class Meter(Protocol):
   """What takes in each step's metrics, in order, and knows the noise scale from them."""
 
   def is_calibration(self, step: int) -> bool:
-    """Whether the update after `step` others measures all layers, to tell what the norms' mean."""
+    """Returns whether the update after `step` others measures all layers, to calibrate what the
+    norms measure."""
     ...
 
   def model_at(self, step: int) -> Model:
-    """The model that the update after `step` others runs."""
+    """Returns the model that the update after `step` others runs."""
     ...
 
   def observe(self, step: int, metrics: StepMetrics) -> Record:
-    """What the update after `step` others adds to its record; `metrics` are on the host."""
+    """Returns what the update after `step` others adds to its record; `metrics` are on the host."""
     ...
 
   def total(self) -> Estimate:
-    """The noise scale of the whole model."""
+    """Returns the noise scale of the whole model."""
     ...
 
   def line(self, batch: int) -> str:
-    """What is known, and what it means for steps of `batch` samples."""
+    """Says what is known, and what it means for steps of `batch` samples."""
     ...
 
   def as_dict(self) -> dict[str, Any]:
-    """Plain JSON, from which a resumed run goes on as this one would."""
+    """Returns plain JSON, from which a resumed run goes on as this one would."""
     ...
 
   def restore(self, content: Mapping[str, Any]) -> None:
@@ -63,16 +64,17 @@ class Noise:
   folder: pathlib.Path
 
   def programs_at(self, step: int, ordinary: StepPrograms) -> StepPrograms:
-    """The programs for the update after `step` others."""
+    """Returns the programs for the update after `step` others."""
     calibrating = self.calibration if self.meter.is_calibration(step) else None
     return calibrating or ordinary
 
   def ready(self, step: int, state: TrainState) -> TrainState:
-    """The state as that program takes it: between steps its sums are zeros, in their own shapes."""
+    """Returns the state as that program takes it: between steps its sums are zeros, in their own
+    shapes."""
     return state if self.calibration is None else measured_by(state, self.meter.model_at(step))
 
   def observe(self, step: int, metrics: StepMetrics) -> Record:
-    """What the update after `step` others adds to its record; `metrics` are on the host."""
+    """Returns what the update after `step` others adds to its record; `metrics` are on the host."""
     if self.steering is not None:
       self.steering.observe(float(metrics.loss))
     return self.meter.observe(step, metrics)
@@ -83,7 +85,7 @@ class Noise:
       say(self.meter.line(int(record["global_batch_to_train"])))
 
   def as_dict(self) -> dict[str, Any]:
-    """Plain JSON, from which a resumed run goes on as this one would."""
+    """Returns plain JSON, from which a resumed run goes on as this one would."""
     steering = self.steering.as_dict() if self.steering else None
     return {"meter": self.meter.as_dict(), "steering": steering}
 
@@ -103,7 +105,7 @@ class Noise:
         self.steering.write(self.folder)
 
   def planned(self, plan: BatchPlan) -> BatchPlan:
-    """The plan of a run with what was decided in it so far.
+    """Returns the plan of a run with what was decided in it so far.
 
     Raises:
       UserError: the run cannot go on from there with its present sizes.
@@ -116,14 +118,14 @@ class Noise:
 
 
 def decides(noise: Noise | None, position: Position) -> bool:
-  """Whether something is decided before the step at `position`."""
+  """Returns whether something is decided before the step at `position`."""
   return noise is not None and noise.steering is not None and noise.steering.is_due(position)
 
 
 def decided(
   noise: Noise | None, plan: BatchPlan, position: Position, say: Callable[[str], None]
 ) -> BatchPlan:
-  """The plan from `position` on: the same object unless the batch changes."""
+  """Returns the plan from `position` on: the same object unless the batch changes."""
   if noise is None or noise.steering is None or not decides(noise, position):
     return plan
   steering = noise.steering

@@ -40,7 +40,7 @@ def scale_by_given_rate() -> optax.GradientTransformationExtraArgs:
 
 
 def adamw(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
-  """AdamW (Loshchilov & Hutter 2019)."""
+  """Returns AdamW (Loshchilov & Hutter 2019)."""
   del axes
   return optax.adamw(
     1.0,
@@ -54,13 +54,13 @@ def adamw(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
 
 
 def sgd(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
-  """Gradient descent with momentum."""
+  """Returns gradient descent with momentum."""
   del axes
   return optax.sgd(1.0, config.sgd_momentum or None, accumulator_dtype=config.mu_dtype)
 
 
 def adafactor(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
-  """Adafactor (Shazeer & Stern 2018): a row and a column of second moments per matrix."""
+  """Returns Adafactor (Shazeer & Stern 2018): a row and a column of second moments per matrix."""
   del axes
   if config.mu_dtype != "float32":
     raise UserError(
@@ -71,7 +71,7 @@ def adafactor(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformati
 
 
 def muon(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
-  """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for everything else.
+  """Returns Muon (Jordan et al. 2024) for the layers' matrices, AdamW for everything else.
 
   Masks rather than optax.contrib.muon, whose other half is NAdam without weight decay, and
   whose state lies under other paths than the parameters, by which both are laid on the devices.
@@ -101,7 +101,7 @@ def muon(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
 
 
 def _scale_to_rms(dims_of_each: Callable[[Any], Any]) -> optax.GradientTransformation:
-  """Orthogonal matrices to a root mean square of _MUON_RMS, whatever their shape."""
+  """Scales orthogonal matrices to a root mean square of _MUON_RMS, whatever their shape."""
 
   def scale(update: jax.Array, dims: Any) -> jax.Array:
     longer = max(math.prod(update.shape[dim] for dim in side) for side in dims)
@@ -134,12 +134,13 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig, Axes], optax.GradientTransforma
 
 
 def _decayed(params: Any) -> Any:
-  """True for matrices and tables, False for the scales and biases that weight decay would harm."""
+  """Returns True for matrices and tables, False for the scales and biases that weight decay would
+  harm."""
   return _map_by_path(lambda path: path[-1] not in _UNDECAYED, params)
 
 
 def _map_by_path(function: Callable[[tuple[str, ...]], Any], params: Any) -> Any:
-  """The tree of `function` of each parameter's path."""
+  """Returns the tree of `function` of each parameter's path."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: function(tuple(entry.key for entry in path)), params
   )
@@ -148,7 +149,7 @@ def _map_by_path(function: Callable[[tuple[str, ...]], Any], params: Any) -> Any
 def make_optimizer(
   config: OptimizerConfig, axes: Axes, dispatches: int | optax.Schedule
 ) -> StepOptimizer:
-  """The optimizer of a run, whose updates take the extra argument of `scale_by_given_rate`.
+  """Makes the optimizer of a run, whose updates take the extra argument of `scale_by_given_rate`.
 
   Args:
     config: which rule, and its constants.
@@ -169,7 +170,8 @@ def make_optimizer(
 
 
 def _on_float32(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """`rule` shown float32 parameters: some (Adafactor) keep their moments in the parameters' dtype."""
+  """Shows `rule` float32 parameters: some (Adafactor) keep their moments in the parameters'
+  dtype."""
   rule = optax.with_extra_args_support(rule)
 
   def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -32,12 +32,12 @@ def of_rows(x: jax.Array) -> jax.Array:
 
 
 def of_one(x: jax.Array) -> jax.Array:
-  """A sum that all devices have already: (…) → (…, F, S)."""
+  """Spreads a sum that all devices have already: (…) → (…, F, S)."""
   return _padded(x[..., None, None])
 
 
 def of_squares(x: jax.Array, axes: LogicalAxes, lead: int = 0) -> jax.Array:
-  """Sums of squares in float32 over all but the first `lead` dims: (*lead, …) → (*lead, F, S).
+  """Sums squares in float32 over all but the first `lead` dims: (*lead, …) → (*lead, F, S).
 
   Args:
     x: a parameter's gradient, laid out as the table of logical axes says.
@@ -61,7 +61,8 @@ def of_squares(x: jax.Array, axes: LogicalAxes, lead: int = 0) -> jax.Array:
 
 
 def in_one(tree: Tree, of_all: Callable[[jax.Array], jax.Array]) -> Tree:
-  """What `of_all` makes of all leaves (…, F, S) of a tree at once, as one array (N, F, S)."""
+  """Returns what `of_all` makes of all leaves (…, F, S) of a tree at once, as one array (N, F,
+  S)."""
   leaves, structure = jax.tree.flatten(tree)
   lead = [leaf.shape[:-2] for leaf in leaves]
   sizes = [math.prod(shape) for shape in lead]
@@ -72,7 +73,7 @@ def in_one(tree: Tree, of_all: Callable[[jax.Array], jax.Array]) -> Tree:
 
 
 def joined(tree: Tree) -> Tree:
-  """The sums over all parts, in one message: leaves (…, F, S) → (…)."""
+  """Sums over all parts, in one message: leaves (…, F, S) → (…)."""
   return in_one(tree, lambda x: constrain(x, (None, "fsdp_part", "tensor_part")).sum((-1, -2)))
 
 
@@ -94,12 +95,13 @@ def joined_sums(sums: Tree, others: Other) -> tuple[Tree, Other]:
 
 
 def _divider(axis: str | None) -> str | None:
-  """The mesh axis, of the two, that divides a logical axis."""
+  """Returns the mesh axis, of the two, that divides a logical axis."""
   return next((name for name in _AXES if name in LOGICAL_AXIS_RULES[axis]), None)
 
 
 def _padded(x: jax.Array) -> jax.Array:
-  """What one device holds for all counts as the first one's: (…, F or 1, S or 1) → (…, F, S)."""
+  """Pads: what one device holds for all counts as the first one's: (…, F or 1, S or 1) → (…, F,
+  S)."""
   sizes = auto_axis_sizes()
   widths = [(0, sizes[name] - size) for name, size in zip(_AXES, x.shape[-2:], strict=True)]
   return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + widths)

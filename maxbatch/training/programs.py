@@ -16,7 +16,7 @@ class StepPrograms:
   """Compiled steps by microbatch size; a context manager."""
 
   def __init__(self, compile_for: Callable[[int], Step], micro_batches: Sequence[int]):
-    """`micro_batches`: the shapes in the order in which the run first meets them."""
+    """Takes the shapes of `micro_batches` in the order in which the run first meets them."""
     self._compile_for, self._order = compile_for, list(micro_batches)
     self._pool = ThreadPoolExecutor(1, thread_name_prefix="compile")
     self._programs: dict[int, Future[Step]] = {}
@@ -30,7 +30,7 @@ class StepPrograms:
     self._pool.shutdown(wait=not hurried, cancel_futures=True)
 
   def __call__(self, micro_batch: int) -> Step:
-    """The step for this microbatch; begins to compile the one that comes after it."""
+    """Returns the step for this microbatch; begins to compile the one that comes after it."""
     program = self._program(micro_batch)
     step = program.result()
     after = self._order.index(micro_batch) + 1
@@ -39,7 +39,7 @@ class StepPrograms:
     return step
 
   def all(self) -> dict[int, Step]:
-    """Every step of the run by microbatch, once all are compiled."""
+    """Returns every step of the run by microbatch, once all are compiled."""
     return {size: self._program(size).result() for size in self._order}
 
   def _program(self, micro_batch: int) -> Future[Step]:

@@ -58,8 +58,8 @@ class Residual(NamedTuple):
 def layers_vjp(
   parts: ModelParts, rest: FlatParams, stage_input: StageInput
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[FlatParams, jax.Array]]]:
-  """The layers' output, and the vjp: from its gradient to those of the parameters that train and of
-  the input."""
+  """Returns the layers' output, and the vjp: from its gradient to those of the parameters that
+  train and of the input."""
 
   def apply(layers: FlatParams, x_RTD: jax.Array) -> jax.Array:
     layers = stage_input.layers | layers
@@ -140,7 +140,8 @@ def _with_twice_the_heads(
 
 
 def _mesh_without_tensor() -> AbstractMesh:
-  """The mesh with tensor=1 and as many devices, the others as stages: shapes do not depend on those."""
+  """Returns the mesh with tensor=1 and as many devices, the others as stages: shapes do not depend
+  on those."""
   mesh = jax.sharding.get_abstract_mesh()
   sizes = mesh.shape | {"tensor": 1, "stage": mesh.shape["stage"] * mesh.shape["tensor"]}
   return mesh.update(axis_sizes=tuple(sizes[name] for name in mesh.axis_names))

@@ -67,7 +67,7 @@ class Measures:
   """Whether the gradient of each microbatch is squared, for the noise scale."""
 
   def noise(self, model: Model) -> bool:
-    """Whether a step sums up what the noise scale is estimated from."""
+    """Returns whether a step sums up what the noise scale is estimated from."""
     return model.has_probes or self.microbatch_squares
 
 
@@ -127,7 +127,7 @@ class StateParts:
 
 
 def abstract_state(parts: StateParts, mesh: Mesh, *, optimizer_on_host: bool = False) -> TrainState:
-  """Shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
+  """Returns shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
 
   Optimizer state is divided as its parameters are (training/optimizer_sharding.py); counters and
   sums are on every device. With `optimizer_on_host` the optimizer's arrays are in the memory of the
@@ -158,12 +158,12 @@ def _on_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def is_on_host(leaf: Any) -> bool:
-  """Whether an abstract array is in the memory of the devices' hosts."""
+  """Returns whether an abstract array is in the memory of the devices' hosts."""
   return leaf.sharding.memory_kind == _HOST
 
 
 def moved(state: TrainState, abstract: TrainState, *, to_host: bool) -> TrainState:
-  """What is kept on the hosts, moved to the devices or back; the rest as it is."""
+  """Moves what is kept on the hosts to the devices or back; the rest stays as it is."""
   space = jax.memory.Space.Host if to_host else jax.memory.Space.Device
   return jax.tree.map(
     lambda x, leaf: jax.device_put(x, space) if is_on_host(leaf) else x, state, abstract
@@ -171,7 +171,7 @@ def moved(state: TrainState, abstract: TrainState, *, to_host: bool) -> TrainSta
 
 
 def shardings(abstract: Any) -> Any:
-  """The sharding of every leaf of an abstract state, or of a part of one."""
+  """Returns the sharding of every leaf of an abstract state, or of a part of one."""
   return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
@@ -197,7 +197,8 @@ def state_beginner(
 
 
 def to_save(state: TrainState, *, keeps_frozen: bool = True) -> dict[str, Any]:
-  """The part of the state that outlives a step: sums and accumulators are zero between steps.
+  """Returns the part of the state that outlives a step: sums and accumulators are zero between
+  steps.
 
   `keeps_frozen`: whether the frozen parameters are among them.
   """
@@ -216,7 +217,7 @@ def from_saved(
   scaling: LossScaling | None = None,
   noted: Mapping[str, float] | None = None,
 ) -> TrainState:
-  """The state that `to_save` came from, with fresh zeros for what was not saved.
+  """Returns the state that `to_save` came from, with fresh zeros for what was not saved.
 
   Args:
     model: its model.

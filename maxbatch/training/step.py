@@ -176,7 +176,7 @@ class Trainer:
 
   @property
   def formats(self) -> str:
-    """In which formats it computes and keeps what, in words; empty where all is float32."""
+    """The formats in which it computes and keeps what, in words; empty where all is float32."""
     policy, scaling = self.model.policy, self.loss_scaling
     parts = [str(policy)] if policy != PLAIN or scaling else []
     return ", ".join([*parts, *([str(scaling)] if scaling else [])])
@@ -194,7 +194,8 @@ class Trainer:
     return np.int32(count) if self.pipeline is None else step_arrays(self.pipeline, count)
 
   def to_save(self, state: TrainState, policies: Sequence[Parameters] = ()) -> dict[str, Any]:
-    """What a checkpoint holds of a state, its layers in the model's order, and of earlier policies."""
+    """Returns what a checkpoint holds of a state, its layers in the model's order, and of earlier
+    policies."""
     inner = self.by_layer(state.opt_state.inner_opt_state)
     opt_state = state.opt_state._replace(inner_opt_state=inner)
     frozen = self.by_layer(state.frozen) if self.keeps_frozen else {}
@@ -204,7 +205,8 @@ class Trainer:
   def from_saved(
     self, saved: dict[str, Any], loss_scale: Mapping[str, float] | None = None
   ) -> TrainState:
-    """The state that `to_save` came from, of what it gave and the frozen parameters if it had none.
+    """Returns the state that `to_save` came from, of what it gave and the frozen parameters if it
+    had none.
 
     `loss_scale` is what a checkpoint notes of it; None where it begins anew.
     """
@@ -212,7 +214,7 @@ class Trainer:
     return self._by_stage(from_saved(*parts, loss_scale))
 
   def by_layer(self, tree: Any) -> Any:
-    """Parameters, or what mirrors them, in the model's order of layers."""
+    """Returns parameters, or what mirrors them, in the model's order of layers."""
     return to_layer_order(self.model, self.pipeline, tree)
 
   def _by_stage(self, state: TrainState) -> TrainState:
@@ -347,7 +349,7 @@ def _metrics(
 
 
 def _squares(model: Model, gradients: Parameters) -> Parameters:
-  """For every probe, the squares of the gradients of what it measures, in parts."""
+  """Returns, for every probe, the squares of the gradients of what it measures, in parts."""
   axes, flat = model.axes(), {}
   by_path(lambda path, gradient: flat.update({path: gradient}), gradients)
 
@@ -393,7 +395,7 @@ def step_function(trainer: Trainer, rows: Any) -> jax.stages.Wrapped:
 
 
 def rows_shardings(rows: Any, mesh: Mesh) -> Any:
-  """Of arrays of microbatches (k, B, …): divided along B."""
+  """Returns the shardings of arrays of microbatches (k, B, …): divided along B."""
   return jax.tree.map(
     lambda x: sharding((None, "batch", *(None,) * (x.ndim - 2)), x.shape, mesh), rows
   )
@@ -427,5 +429,5 @@ def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
 
 
 def eval_shardings(rows: Rows, mesh: Mesh) -> Rows:
-  """Rows (B, …): divided along B."""
+  """Returns the shardings of rows (B, …): divided along B."""
   return jax.tree.map(lambda x: sharding(("batch", *(None,) * (x.ndim - 1)), x.shape, mesh), rows)

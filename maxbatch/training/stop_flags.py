@@ -43,7 +43,7 @@ def stop_flags_sharding(mesh: Mesh) -> NamedSharding:
 
 @functools.cache
 def _flags(mesh: Mesh, heard: bool) -> jax.Array:
-  """int32[devices of all processes]: this process's flag on each of its own."""
+  """Returns int32[devices of all processes]: this process's flag on each of its own."""
   mine = np.int32(1 + jax.process_index() if heard else 0)
   return jax.make_array_from_callback(
     (mesh.size,), stop_flags_sharding(mesh), lambda index: np.full(1, mine, np.int32)

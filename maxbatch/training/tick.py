@@ -173,7 +173,7 @@ class PipelineStage:
   def _forward(
     self, entry: PassArrays, embedding: jax.Array, waiting_RTD: jax.Array
   ) -> ForwardResult:
-    """Embedding, on the first stage in the first repeat, and this stage's layers."""
+    """Runs the embedding, on the first stage in the first repeat, and this stage's layers."""
     embedded_RTD = self._cond(
       "embedding",
       embedding,
@@ -220,7 +220,7 @@ class PipelineStage:
   def _token_share(
     self, microbatch: jax.Array, y_RTD: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """This stage's tokens of the last stage's output, their targets and their weights."""
+    """Returns this stage's tokens of the last stage's output, their targets and their weights."""
     rows = self.microbatch(microbatch)
     # Every stage sends every stage a share, and only the last stage's shares are used. A sum over
     # stages with zeros would move as much, and XLA's CPU compiler fails on such a sum of bfloat16.
@@ -261,7 +261,7 @@ class PipelineStage:
     d_y_RTD: jax.Array,
     d_layers: FlatParams,
   ) -> tuple[FlatParams, jax.Array]:
-    """The backward of this stage's layers: their gradients added, and that of their input."""
+    """Adds the gradients of this stage's layers; returns them and that of their input."""
     new, d_x_RTD = self.stash.backward(self._stage_input(entry, x_RTD), residuals, d_y_RTD)
     # As in accumulate.py: keeps reductions over fsdp inside the loop.
     new = lax.optimization_barrier(new)
@@ -327,7 +327,7 @@ class PipelineStage:
     compute: Callable[[], Any],
     otherwise: Callable[[], Any],
   ) -> Any:
-    """lax.cond with equal shardings in both branches, which XLA's TPU compiler requires.
+    """Calls lax.cond with equal shardings in both branches, which XLA's TPU compiler requires.
 
     The scope tells reports which operation this is, and so how often it runs.
     """
@@ -352,7 +352,7 @@ class PipelineStage:
     return constrain(result, ("batch", "length", "activation_embed") if result.ndim else ())
 
   def _blank_residuals(self, *slots: int) -> Arrays:
-    """Zeros for the residuals of one microbatch, or buffers with a slot dimension in front."""
+    """Returns zeros for one microbatch's residuals, or buffers with a slot dimension in front."""
     blanks = [_blank((*slots, *like.shape), like.dtype) for like in self.stash.residuals]
     return self._constrain_residuals(tuple(blanks))
 
@@ -371,7 +371,7 @@ class PipelineStage:
 
 
 def _used_params(function: Callable[[FlatParams], Any], rest: FlatParams) -> FlatParams:
-  """Those of some parameters that the function uses: gradients of the others are zero, not added."""
+  """Returns the parameters that the function uses: gradients of the others are zero, not added."""
   traced = jax.make_jaxpr(function)(rest).jaxpr
   read = {id(variable) for equation in traced.eqns for variable in equation.invars}
   given = zip(sorted(rest), traced.invars, strict=True)

@@ -51,13 +51,13 @@ class Candidate:
 
   @property
   def variant(self) -> str:
-    """What is explored beside the size, in words; empty if nothing is."""
+    """The variant explored beside the size, in words; empty if there is none."""
     flags = f"flags={self.compiler_flags}" if self.compiler_flags else ""
     return " ".join(filter(None, (self.remat_policy, flags)))
 
   @property
   def size(self) -> Fraction:
-    """As micro_batch_size counts it."""
+    """The size as micro_batch_size counts it."""
     return self.per_device
 
   unit: ClassVar[str] = "samples per device"

@@ -176,7 +176,7 @@ def _data_keys(config: Config, topology: Topology) -> str:
 
 
 def _over_fsdp(topology: Topology) -> str:
-  """Keys that give the devices of replicas and stages to fsdp."""
+  """Returns keys that give the devices of replicas and stages to fsdp."""
   keys = []
   for prefix, sizes in {"ici": topology.ici, "dcn": topology.dcn}.items():
     data, fsdp, stage = sizes["data"], sizes["fsdp"], sizes["stage"]
@@ -192,7 +192,7 @@ def _most_microbatches(plan: BatchPlan) -> int:
 
 
 def _asks_for_microbatches(batch: BatchConfig) -> tuple[str, str]:
-  """The key that several microbatches come from, with its value; and what gives one."""
+  """Returns the key that several microbatches come from, with its value; and what gives one."""
   if batch.gradient_accumulation_steps > 1:
     value = batch.gradient_accumulation_steps
     return f"gradient_accumulation_steps={value}", "gradient_accumulation_steps=1"

@@ -52,12 +52,12 @@ class Exploration:
 
   @property
   def share_explored(self) -> float:
-    """How far the exploration is, 0 to 1."""
+    """The share of the exploration that is done, 0 to 1."""
     return (len(self.tried) + len(self.skipped)) / self.total
 
   @property
   def confidence(self) -> int:
-    """How sure it is that no other candidate is faster, 0 to 99.
+    """The percentage of certainty, 0 to 99, that no other candidate is faster.
 
     The product of three shares, of 99: the candidates explored; the model's work that the best
     one's time accounts for (1 where it was measured); and the chance that the best is truly faster
@@ -213,7 +213,7 @@ def _fitting_row(rank: int, one: Tried) -> tuple[str, ...]:
 
 
 def _step_time(one: Tried) -> str:
-  """`0.41 s ± 2%`; without a spread where there is none."""
+  """Formats `0.41 s ± 2%`; without a spread where there is none."""
   spread = f" ± {one.probe.spread:.1%}" if one.probe.spread else ""
   return "" if one.step_seconds is None else f"{one.step_seconds:.4g} s{spread}"
 
@@ -226,8 +226,8 @@ def _start_of_row(candidate: Candidate) -> tuple[str, str]:
 def with_variants(
   sizes: Sequence[Candidate], config: Config, device: Device
 ) -> tuple[Candidate, ...]:
-  """Every size with every remat_policy and set of compiler flags that is to be explored, one variant
-  after the other."""
+  """Returns every size with every remat_policy and set of compiler flags that is to be explored,
+  one variant after the other."""
   policies = _policies(config, device) if config.model.remat_policy == "explore" else (None,)
   sets = explored(device) if config.compile.compiler_flags == EXPLORE else (None,)
   return tuple(

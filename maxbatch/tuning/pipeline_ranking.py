@@ -108,7 +108,7 @@ class RankedStep:
     return percent(predicted_bubble(self._shape(num_pipeline_microbatches)))
 
   def _shape(self, num_pipeline_microbatches: int) -> TimetableShape:
-    """Of one timetable."""
+    """Returns the shape of one timetable."""
     other = self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches)
     return other.shape_of(1 if self.streamed else self.num_microbatches)
 
@@ -197,7 +197,7 @@ class Ranking:
     return self.steps.full_ticks(n) * self.tick.at(self.steps.samples(n)) + max(0.0, other)
 
   def as_dict(self) -> dict[str, Any]:
-    """As plain values."""
+    """Returns plain values."""
     return {
       "chosen": self.chosen,
       "tick": dataclasses.asdict(self.tick) if self.tick else None,

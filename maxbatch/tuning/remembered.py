@@ -46,7 +46,7 @@ class RememberedChoice:
 
   @property
   def file(self) -> pathlib.Path:
-    """Where it is, or will be."""
+    """The file in which it is, or will be."""
     digest = hashlib.sha256(_canonical(self.depends_on).encode()).hexdigest()[:16]
     return self.folder / f"{self.key}-{digest}.json"
 
@@ -78,7 +78,8 @@ class RememberedChoice:
     return made.value
 
   def agreed(self, allowed: Collection[Any], *, forget: bool, say: Say) -> dict[str, Any] | None:
-    """Process 0's choice in all processes; None where there is none, after a line if it is damaged.
+    """Returns process 0's choice in all processes; None where there is none, after a line if it is
+    damaged.
 
     Args:
       forget: delete the file instead.

@@ -24,7 +24,8 @@ from maxbatch.hugging_face.family import (
 
 
 def alternating(default_pattern: int) -> Part:
-  """Windows in all layers but every n-th, n given by sliding_window_pattern where it may be."""
+  """Puts windows in all layers but every n-th, n given by sliding_window_pattern where it may
+  be."""
 
   def read(theirs: ConfigJson) -> dict[str, Any]:
     given = theirs["sliding_window_pattern"]
@@ -44,7 +45,7 @@ def alternating(default_pattern: int) -> Part:
 
 
 def soft_cap(theirs_key: str, ours_key: str) -> Part:
-  """A soft cap: null is none."""
+  """Maps a soft cap; null is none."""
   return Part(
     lambda theirs: {ours_key: theirs[theirs_key] or 0.0},
     lambda ours: {theirs_key: ours[ours_key] or None},
@@ -126,7 +127,8 @@ GEMMA2 = Family(
 
 
 def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
-  """Those of the layers with a window, which are never scaled, and of the others.
+  """Reads the rope parameters of the layers with a window, which are never scaled, and of the
+  others.
 
   As keys beside each other, or, from transformers 5 on, all in `rope_parameters`.
   """

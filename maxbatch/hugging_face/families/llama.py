@@ -119,7 +119,7 @@ MISTRAL = Family(
 
 
 def _read_windows(theirs: ConfigJson) -> dict[str, Any]:
-  """The layers from max_window_layers on have a window, if use_sliding_window says so."""
+  """Reads the windows of the layers from max_window_layers on, if use_sliding_window says so."""
   first, window = theirs.integer("max_window_layers", 0), theirs["sliding_window"]
   if not theirs["use_sliding_window"]:
     window = None
