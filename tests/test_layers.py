@@ -217,3 +217,27 @@ def test_keys_of_the_configuration_are_read_by_their_names():
 )
 def test_a_key_read_by_a_computed_name_would_be_seen(source):
   assert reads_by_computed_name(ast.parse(source)) == [source.partition("[")[0]]
+
+
+NOT_VERBS = {
+  *("As", "Is", "Its", "This", "Thus", "Across", "Besides", "Unless", "Always", "Was"),
+  *("Loss", "Axes", "Batches", "Bytes", "Columns", "Completions", "Devices", "Documents", "Files"),
+  *("Gradients", "Groups", "Keys", "Layers", "Lines", "Metrics", "Microbatches", "Parameters"),
+  *("Policies", "Prompts", "Rows", "Seconds", "Shapes", "Sizes", "Stages", "Ticks", "Tokens"),
+}
+"""End in s as a verb of the third person does, and begin no docstring of a function."""
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_docstrings_of_functions_begin_with_what_they_do(module):
+  """Properties, which are read like attributes, may begin with a noun."""
+  for node in ast.walk(TREES[module]):
+    if not isinstance(node, ast.FunctionDef) or _is_property(node):
+      continue
+    first = (ast.get_docstring(node) or "Returns").split()[0].strip(",.:;")
+    is_verb = re.fullmatch("[A-Z][a-z-]+s", first) and first not in NOT_VERBS
+    assert is_verb, f"{module}.{node.name} begins with {first!r}: Returns …, Reads …"
+
+
+def _is_property(node: ast.FunctionDef) -> bool:
+  return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)

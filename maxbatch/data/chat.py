@@ -121,7 +121,8 @@ class Chat:
     return self._ids(self._render(messages, add_generation_prompt=True))
 
   def end_of_answer(self) -> int | None:
-    """The special token with which the template ends what an assistant says, if there is one."""
+    """Returns the special token with which the template ends what an assistant says, if there is
+    one."""
     asked = [{"role": "user", "content": "?"}]
     text = self._render([*asked, {"role": "assistant", "content": _ANSWER}])
     after = self._ids(text.rpartition(_ANSWER)[2])

@@ -154,8 +154,8 @@ def rows_name(data: DataConfig, length: int) -> str:
 def document_rows(
   cache: TokenCache, data: DataConfig, tokenizer: Tokenizer, length: int, folder: Path, part: str
 ) -> RowSource:
-  """The rows of `length` tokens of the documents of `cache`. Raises UserError: keys that exclude
-  each other, the index cannot be written, or there is no row."""
+  """Returns the rows of `length` tokens of the documents of `cache`. Raises UserError: keys that
+  exclude each other, the index cannot be written, or there is no row."""
   layout = layout_of(data, length)
   if layout is None:
     return TokenWindows(cache, length, data.segmented, tokenizer.pad_id)

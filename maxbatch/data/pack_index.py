@@ -154,7 +154,7 @@ class Layout:
 
   @property
   def name(self) -> str:
-    """What distinguishes the rows from other rows of the same tokens."""
+    """A name that distinguishes the rows from other rows of the same tokens."""
     return f"{self.fit}{'-truncated' if self.truncate else ''}-{VERSION}"
 
 

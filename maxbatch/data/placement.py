@@ -49,7 +49,7 @@ class RowPlacement:
 
   @functools.cached_property
   def plan(self) -> Redistribution:
-    """Which process reads each block, and which processes it sends it to."""
+    """The process that reads each block, and those that it sends it to."""
     shape = (1,) * self.row_dim + (self.num_rows,)
     indices = self._of_rank(len(shape)).devices_indices_map(shape)
     devices = self._mesh.devices.reshape(-1)

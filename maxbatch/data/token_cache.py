@@ -81,7 +81,7 @@ class TokenCache:
 
   @property
   def first_bad(self) -> str:
-    """What is wrong with the first of these, and where it is."""
+    """The first bad record's fault, and where it is."""
     return next((shard.first_bad for shard in self.shards if shard.num_bad), "")
 
   def read(self, start: int, stop: int) -> np.ndarray:

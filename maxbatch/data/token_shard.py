@@ -72,7 +72,7 @@ class TokenShard:
 
   @functools.cached_property
   def document_starts(self) -> np.ndarray:
-    """Where each document begins, int64[num_documents] ascending, likewise."""
+    """First token of each document, int64[num_documents] ascending, likewise."""
     return _mapped(_documents_path(Path(self.path)), "<i8", self.num_documents, "documents")
 
   @functools.cached_property

@@ -78,7 +78,7 @@ class PolicyTraining:
 
   @property
   def place(self) -> RolloutPlace:
-    """What is sampled, and where."""
+    """The sampler's model and devices."""
     return RolloutPlace(self.plan, self.rollout)
 
   @property
