@@ -259,7 +259,7 @@ def show_text(job: Job, position: Position, params: Parameters) -> None:
 
 
 def evaluate(job: Job, params: Parameters) -> Record:
-  """Loss, in nats, and metrics per token of the validation batches; {} without validation data.
+  """Returns loss (nats) and metrics per token of the validation batches; {} without validation data.
 
   Of a mixture the sources' own too, and for the whole their means by the sources' shares.
   """
@@ -273,7 +273,7 @@ def evaluate(job: Job, params: Parameters) -> Record:
 
 
 def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
-  """Loss and metrics per token of the rows.
+  """Returns loss and metrics per token of the rows.
 
   Raises:
     TrainingDivergedError: the loss is not finite.

@@ -402,7 +402,7 @@ def rows_shardings(rows: Any, mesh: Mesh) -> Any:
 
 
 def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
-  """Loss, weight and metrics of a batch (B, T), without dropout, as a jitted EvalStep."""
+  """Returns a jitted EvalStep: loss, weight and metrics of a batch (B, T), without dropout."""
 
   metrics = trainer.measures.metrics
 

@@ -202,7 +202,7 @@ class PipelineStage:
   def _loss(
     self, microbatch: jax.Array, y_RTD: jax.Array, d_rest: FlatParams, sums: Sums
   ) -> tuple[FlatParams, Sums, jax.Array | None]:
-    """Loss and gradient of the last stage's output; every stage computes a share of the tokens."""
+    """Returns loss and gradient of the last stage's output; each stage computes some tokens."""
     y_RCD, targets_RC, weights_RC = self._token_share(microbatch, y_RTD)
 
     def loss(used: FlatParams, y_RCD: jax.Array) -> tuple[jax.Array, LossSums]:
