@@ -66,3 +66,25 @@ install_package() {
   fingerprint "$extras" >"$stamp.new"
   mv "$stamp.new" "$stamp"
 }
+
+# take_command [COMMAND] [key=value ...]: sets `command` to a line that runs maxbatch: `train`, where
+# no COMMAND comes first, and base.yml, where `train` is given no config=.
+take_command() {
+  local name=train config=configs/base.yml argument
+  if [[ "${1:-}" =~ ^[a-z_]+$ ]]; then
+    name="$1"
+    shift
+  fi
+  if [[ ! -f "maxbatch/$name.py" ]]; then
+    echo "error: $name: there is no such command; for example train_rl" >&2
+    return 2
+  fi
+  for argument in "$@"; do
+    [[ "$argument" != config=* ]] || config=
+  done
+  command=("$venv/bin/python" -m "maxbatch.$name")
+  if [[ "$name" == train && -n "$config" ]]; then
+    command+=("config=$config")
+  fi
+  command+=("$@")
+}

@@ -1,4 +1,4 @@
-"""What scripts/local_cluster.sh runs: N processes of one run, their signals and their exit code."""
+"""What scripts/local_cluster.sh runs: `local_cluster.py N COMMAND LINE`, with signals and one exit code."""
 
 import os
 import shutil
@@ -15,13 +15,13 @@ _POLL_SECONDS = 0.1
 
 
 def main(arguments: Sequence[str]) -> int:
-  """Starts the processes and waits for them; the exit code of the first that failed, or 0."""
-  count, *keys = arguments or [""]
+  """Starts N processes of a command line and waits; the exit code of the first that failed, or 0."""
+  count, *words = arguments or [""]
   if not count.isdecimal() or count == "0":
-    print("usage: scripts/local_cluster.sh N [key=value ...]; for example N=2", file=sys.stderr)
+    usage = "usage: scripts/local_cluster.sh N [COMMAND] [key=value ...]; for example N=2"
+    print(usage, file=sys.stderr)
     return 2
-  given = [] if any(key.startswith("config=") for key in keys) else ["config=configs/base.yml"]
-  command = [*_ending_with_parent(), sys.executable, "-m", "maxbatch.train", *given, *keys]
+  command = [*_ending_with_parent(), *words]
   number = int(count)
   place = [f"coordinator_address=localhost:{_free_port()}", f"num_processes={number}"]
   processes = [

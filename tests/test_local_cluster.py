@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from processes import PATIENCE_SECONDS, REPOSITORY, environment, small_run
+from processes import PATIENCE_SECONDS, REPOSITORY
 
 # Stands for a training process: what it is told, its signals and its exit code are what is tested.
 STUB = """
@@ -26,6 +26,8 @@ while "waits" in keys:
   time.sleep(0.05)
 """
 
+TRAIN = [sys.executable, "-m", "maxbatch.train"]
+
 
 @pytest.fixture
 def cluster(tmp_path):
@@ -38,7 +40,13 @@ def cluster(tmp_path):
 
   def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-      [sys.executable, tmp_path / "scripts" / "local_cluster.py", *arguments],
+      [
+        sys.executable,
+        tmp_path / "scripts" / "local_cluster.py",
+        *arguments[:1],
+        *TRAIN,
+        *arguments[1:],
+      ],
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
@@ -99,21 +107,5 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("arguments", [[], ["0"], ["steps=3"]])
 def test_the_number_comes_first(cluster, arguments):
   with cluster(*arguments) as process:
-    assert process.stderr.read().startswith("usage: scripts/local_cluster.sh N [key=value ...]")
+    assert process.stderr.read().startswith("usage: scripts/local_cluster.sh N [COMMAND] [key")
   assert process.returncode == 2
-
-
-def test_real_processes_check_a_run_together(tmp_path):
-  run = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
-  keys = [*run, "num_simulated_devices=2", "validate_only=true"]
-  done = subprocess.run(
-    [sys.executable, REPOSITORY / "scripts" / "local_cluster.py", "2", *keys],
-    capture_output=True,
-    text=True,
-    timeout=PATIENCE_SECONDS,
-    env=environment(),
-  )
-  assert (done.returncode, done.stderr) == (0, "")
-  assert done.stdout.count("ok   batch plan") == 1
-  assert "on 2 × CPU, simulated" in done.stdout
-  assert not (tmp_path / "first_run").exists()
