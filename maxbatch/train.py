@@ -20,11 +20,12 @@ from maxbatch.modes.run import run
 class TrainArguments:
   """Beside the configuration's keys."""
 
-  forget: Annotated[
+  retune: Annotated[
     bool,
     Flag(
       "choose micro_batch_size=auto and num_pipeline_microbatches=-1 anew instead of taking what "
-      "is remembered"
+      "is remembered",
+      old_name="--forget",
     ),
   ] = False
 
@@ -42,9 +43,9 @@ def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
     config = load_config(arguments.configuration)
     check_supervised(config.rl)
     if purpose_of(config) is Purpose.RUN:
-      run(config, forget=arguments.own.forget)
+      run(config, retune=arguments.own.retune)
     else:
-      prepare_only(config, forget=arguments.own.forget)
+      prepare_only(config, retune=arguments.own.retune)
 
 
 if __name__ == "__main__":

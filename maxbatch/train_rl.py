@@ -21,9 +21,11 @@ from maxbatch.run_folder.paths import RunFolder
 class TrainRLArguments:
   """Beside the configuration's keys."""
 
-  forget: Annotated[
+  retune: Annotated[
     bool,
-    Flag("choose micro_batch_size=auto anew instead of taking what is remembered"),
+    Flag(
+      "choose micro_batch_size=auto anew instead of taking what is remembered", old_name="--forget"
+    ),
   ] = False
 
 
@@ -48,9 +50,9 @@ def _run(arguments: Arguments[TrainRLArguments]) -> None:
   with refusing_together(arguments.configuration):
     config = load_config(arguments.configuration)
     if purpose_of(config) is not Purpose.RUN:
-      prepare_only(config, forget=arguments.own.forget, method=GRPO)
+      prepare_only(config, retune=arguments.own.retune, method=GRPO)
       return
-    run_rl(config, forget=arguments.own.forget)
+    run_rl(config, retune=arguments.own.retune)
     sum_up_rl(RunFolder.of(config.run))
 
 

@@ -87,14 +87,14 @@ def test_a_second_start_asks_nothing(tmp_path):
   (file,) = tmp_path.iterdir()
   assert said == (
     "micro_batch_size auto: 8 samples per device (largest that fits of 1…32: 11.2 of 15.75 GiB; "
-    f"next size 16 needs 21.2 GiB) (remembered from {file}; --forget measures anew)"
+    f"next size 16 needs 21.2 GiB) (remembered from {file}; --retune measures anew)"
   )
 
 
 def test_forgetting_measures_anew(tmp_path):
   chosen(auto(), tmp_path)
   result, said, machine = chosen(
-    auto(), tmp_path, forget=True, machine=Machine(lambda n: 1.0 if n == 4 else float(n))
+    auto(), tmp_path, retune=True, machine=Machine(lambda n: 1.0 if n == 4 else float(n))
   )
   assert machine.asked
   assert result.batch.micro_batch_size == 4

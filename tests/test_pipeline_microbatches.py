@@ -108,10 +108,10 @@ def test_a_second_start_asks_nothing(tmp_path):
   (file,) = tmp_path.iterdir()
   assert said == (
     "num_pipeline_microbatches -1: 4 (the fastest: 0.5 s a step, measured) (remembered from "
-    f"{file}; --forget measures anew)"
+    f"{file}; --retune measures anew)"
   )
-  # And --forget does.
-  third, _, machine = resolved(settings(), tmp_path, machine=Machine(32), forget=True)
+  # And --retune does.
+  third, _, machine = resolved(settings(), tmp_path, machine=Machine(32), retune=True)
   assert machine.asked
   assert third.pipeline.num_pipeline_microbatches == 32
   assert resolved(settings(), tmp_path)[0] == third

@@ -31,10 +31,10 @@ def remember(folder: pathlib.Path) -> pathlib.Path:
   return memory(folder).file
 
 
-def agreed(folder: pathlib.Path, *, forget: bool = False) -> tuple[dict[str, Any] | None, str]:
+def agreed(folder: pathlib.Path, *, retune: bool = False) -> tuple[dict[str, Any] | None, str]:
   """The choice, where 1/2 and 1 are allowed, and what is said."""
   said: list[str] = []
-  result = memory(folder).agreed(("1/2", "1"), forget=forget, say=said.append)
+  result = memory(folder).agreed(("1/2", "1"), retune=retune, say=said.append)
   return result, "\n".join(said)
 
 
@@ -80,9 +80,9 @@ def test_the_order_of_keys_is_no_change(tmp_path):
 def test_forgotten_is_gone(tmp_path):
   file = remember(tmp_path)
   assert agreed(tmp_path) == (CHOICE, "")
-  assert agreed(tmp_path, forget=True) == (None, "")
+  assert agreed(tmp_path, retune=True) == (None, "")
   assert not file.exists()
-  assert agreed(tmp_path, forget=True) == agreed(tmp_path) == (None, "")
+  assert agreed(tmp_path, retune=True) == agreed(tmp_path) == (None, "")
 
 
 @pytest.mark.parametrize("value", ["7", None, ["1"]])
@@ -96,7 +96,7 @@ def test_a_value_that_the_key_cannot_take_is_damaged(tmp_path, value):
 def test_a_choice_of_another_type_is_damaged(tmp_path, value):
   memory(tmp_path).write({"micro_batch_size": value}, [])
   said: list[str] = []
-  assert memory(tmp_path).agreed((1, 2), forget=False, say=said.append) is None
+  assert memory(tmp_path).agreed((1, 2), retune=False, say=said.append) is None
   assert "has a damaged choice" in said[0]
 
 

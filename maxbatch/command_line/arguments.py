@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from maxbatch.config import schema
 from maxbatch.config.find import closest
 from maxbatch.config.load import plugins_of
+from maxbatch.config.old_names import say_old_name
 from maxbatch.config.plugins import declared_keys
 from maxbatch.config.value import convert, holds_text
 from maxbatch.config.yaml_file import read_argument
@@ -38,6 +39,8 @@ class Flag:
   """A bool that `--name` sets."""
 
   meaning: str
+  old_name: str = ""
+  """What it was called, which still sets it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +99,16 @@ def parse(command: Command[Own], arguments: Sequence[str]) -> Arguments[Own]:
     for one in own.values()
     if isinstance(one.kind, File) and one.kind.before
   }
+  flags = [(one, one.kind) for one in own.values() if isinstance(one.kind, Flag)]
+  old = {kind.old_name: one.name for one, kind in flags if kind.old_name}
   given: dict[str, object] = {}
   rest: list[str] = []
   remaining = iter(arguments)
   for argument in remaining:
     name, equals, text = argument.partition("=")
-    one = own.get(name)
+    if name in old:
+      say_old_name(name, old[name])
+    one = own.get(old.get(name, name))
     if name in renamed:
       raise UserError(f"{name} is called {renamed[name]} now; --help says what it does")
     if one is None:

@@ -30,12 +30,12 @@ from maxbatch.run_folder.paths import RunFolder
 from maxbatch.tuning.microbatch_size import explore_sizes
 
 
-def prepare_only(config: Config, *, forget: bool = False, method: Method = PRETRAINING) -> None:
+def prepare_only(config: Config, *, retune: bool = False, method: Method = PRETRAINING) -> None:
   """Runs validate_only or compile_only: says what it finds, and ends before any training.
 
   Args:
     config: the run.
-    forget: choose anew what the keys leave open, whatever is remembered.
+    retune: choose anew what the keys leave open, whatever is remembered.
     method: how it trains.
 
   Raises:
@@ -50,7 +50,7 @@ def prepare_only(config: Config, *, forget: bool = False, method: Method = PRETR
       cache.enable(config.compile.jax_cache_dir)
       _explore(config, target, method)
     else:
-      _compile(prepare(config, target, method, Purpose.COMPILE, forget=forget))
+      _compile(prepare(config, target, method, Purpose.COMPILE, retune=retune))
 
 
 def _compile(prepared: Prepared) -> None:

@@ -135,7 +135,7 @@ class Method(Protocol):
   """A way to train: how a configuration's sizes are resolved, and what then trains."""
 
   def resolve(
-    self, config: Config, target: Target, purpose: Purpose, *, forget: bool = False
+    self, config: Config, target: Target, purpose: Purpose, *, retune: bool = False
   ) -> ResolvedRun:
     """Returns the run with all chosen that was to be chosen on these devices.
 
@@ -143,7 +143,7 @@ class Method(Protocol):
       config: the run.
       target: its devices.
       purpose: what it is prepared for.
-      forget: choose anew what the keys leave open, whatever is remembered.
+      retune: choose anew what the keys leave open, whatever is remembered.
 
     Raises:
       UserError: keys contradict each other, or nothing fits.

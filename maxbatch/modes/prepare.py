@@ -122,7 +122,7 @@ def prepare(
   method: Method,
   purpose: Purpose,
   *,
-  forget: bool = False,
+  retune: bool = False,
   passed: Passed = _unsaid,
 ) -> Prepared:
   """Resolves, initializes and builds a run, and checks its memory and its data.
@@ -133,7 +133,7 @@ def prepare(
     method: how it trains.
     purpose: what it is prepared for. Only compiled, it has no data, and the compiler counts its
       memory; only validated, nothing is compiled and no array is put on a device.
-    forget: choose anew what the keys leave open, whatever is remembered.
+    retune: choose anew what the keys leave open, whatever is remembered.
     passed: takes note of each check as it passes.
 
   Raises:
@@ -142,7 +142,7 @@ def prepare(
   validates, compiles = purpose is Purpose.VALIDATE, purpose is Purpose.COMPILE
   if not validates:
     cache.enable(config.compile.jax_cache_dir)
-  resolved = method.resolve(config, target, purpose, forget=forget)
+  resolved = method.resolve(config, target, purpose, retune=retune)
   initialization = Initialization() if compiles else _initialization(resolved)
   resolved = dataclasses.replace(resolved, begins=initialization.position)
   config, plan, ahead = resolved.config, resolved.plan, resolved.plan_ahead

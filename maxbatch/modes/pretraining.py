@@ -108,7 +108,7 @@ class Pretraining:
   """Training on text, as a `Method`."""
 
   def resolve(
-    self, config: Config, target: Target, purpose: Purpose, *, forget: bool = False
+    self, config: Config, target: Target, purpose: Purpose, *, retune: bool = False
   ) -> ResolvedRun:
     """Chooses the microbatch size, then num_pipeline_microbatches, which divides it.
 
@@ -122,7 +122,7 @@ class Pretraining:
       check_explored(config)
     saved = saved_record(config)
     sized = keeping_batch(config, saved, target.layout)
-    sized, plan, notes = _sized(sized, target, smallest=purpose is Purpose.VALIDATE, forget=forget)
+    sized, plan, notes = _sized(sized, target, smallest=purpose is Purpose.VALIDATE, retune=retune)
     check_plan(sized, plan)
     if purpose is not Purpose.VALIDATE:
       # Before anything is compiled for the pipeline.
@@ -130,7 +130,7 @@ class Pretraining:
       prober = PipelineMicrobatchProber(sized, target.devices, target.layout)
       # The plan knows nothing of the pipeline, so that it stays.
       sized = choose_num_pipeline_microbatches(
-        sized, target, prober, remembered_choices(), forget=forget, plan=plan
+        sized, target, prober, remembered_choices(), retune=retune, plan=plan
       )
     return ResolvedRun(config, sized, target, plan, TextTraining(sized, plan), saved, notes=notes)
 
@@ -211,18 +211,18 @@ def check_plan(config: Config, plan: BatchPlan) -> None:
 
 
 def resolve_micro_batch_size(
-  config: Config, target: Target, *, forget: bool = False
+  config: Config, target: Target, *, retune: bool = False
 ) -> tuple[Config, BatchPlan]:
   """Returns the configuration with its microbatch size chosen, if it was to be, and its plan.
 
   Raises:
     UserError: nothing fits, or the model cannot be split as the keys ask.
   """
-  return _sized(config, target, smallest=False, forget=forget)[:2]
+  return _sized(config, target, smallest=False, retune=retune)[:2]
 
 
 def _sized(
-  config: Config, target: Target, *, smallest: bool, forget: bool
+  config: Config, target: Target, *, smallest: bool, retune: bool
 ) -> tuple[Config, BatchPlan, Sequence[str]]:
   """Returns the same, or with the smallest size; and lines about what is then still to be
   chosen."""
@@ -234,7 +234,7 @@ def _sized(
     config, notes = _with_smallest_size(config, target.layout)
   else:
     prober = Prober(config, target.devices, target.layout)
-    config = choose(config, target, prober, remembered_choices(), forget=forget)
+    config = choose(config, target, prober, remembered_choices(), retune=retune)
   return config, plan or plan_batches(config.batch, config.run, target.layout), notes
 
 

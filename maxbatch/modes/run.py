@@ -84,13 +84,13 @@ class _Start:
 
 
 def run(
-  config: Config, *, forget: bool = False, advise: bool = True, method: Method = PRETRAINING
+  config: Config, *, retune: bool = False, advise: bool = True, method: Method = PRETRAINING
 ) -> tuple[TrainState, Position]:
   """Prepares, trains and sums up one run; returns its state and position at the end.
 
   Args:
     config: the run.
-    forget: choose anew what the keys leave open, whatever is remembered.
+    retune: choose anew what the keys leave open, whatever is remembered.
     advise: end with commands that go on from here; not so where another command sets the budget.
     method: how it trains.
 
@@ -100,7 +100,7 @@ def run(
     RowsError: a row did not reach its device as it was read.
   """
   with started(config), ending_together():
-    prepared = prepare(config, find_devices(config), method, Purpose.RUN, forget=forget)
+    prepared = prepare(config, find_devices(config), method, Purpose.RUN, retune=retune)
     print(for_screen(prepared.description), flush=True)
     write_report, folder = prepared.config.run.write_report, prepared.resolved.folder
     with (

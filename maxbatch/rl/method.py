@@ -239,7 +239,7 @@ class GRPOMethod:
   """What its run has been resolved to, if it has."""
 
   def resolve(
-    self, config: Config, target: Target, purpose: Purpose, *, forget: bool = False
+    self, config: Config, target: Target, purpose: Purpose, *, retune: bool = False
   ) -> ResolvedRun:
     """Chooses the microbatch, if it was to be; the configuration counts prompts.
 
@@ -259,7 +259,7 @@ class GRPOMethod:
       config, notes = _with_smallest_size(config, target.layout)
     else:
       prober = RLProber(config, target)
-      config = choose_rl(config, target, prober, remembered_choices(), forget=forget)
+      config = choose_rl(config, target, prober, remembered_choices(), retune=retune)
     plan = plan_rl(config, target.layout)
     check_prompt_noise(config.noise, plan)
     samples = resolve_accumulation(in_samples(config, plan), target.layout, plan.batch_plan)

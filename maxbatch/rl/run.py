@@ -20,12 +20,12 @@ from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.state import TrainState
 
 
-def run_rl(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
+def run_rl(config: Config, *, retune: bool = False) -> tuple[TrainState, Position]:
   """Runs a warm start, where one is asked for, then the run; returns its state and position at the end.
 
   Args:
     config: the run; its batch counts prompts.
-    forget: choose anew what the keys leave open, whatever is remembered.
+    retune: choose anew what the keys leave open, whatever is remembered.
 
   Raises:
     UserError: something in the configuration or the input does not work.
@@ -33,7 +33,7 @@ def run_rl(config: Config, *, forget: bool = False) -> tuple[TrainState, Positio
   """
   with started(config), ending_together():
     cache.enable(config.compile.jax_cache_dir)
-    resolved = GRPO.resolve(config, find_devices(config), Purpose.RUN, forget=forget)
+    resolved = GRPO.resolve(config, find_devices(config), Purpose.RUN, retune=retune)
     warms = warms_up(resolved.config)
   if warms:
     config = _warmed_up(resolved.config, resolved.target.layout)

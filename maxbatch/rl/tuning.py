@@ -19,7 +19,7 @@ from maxbatch.tuning.search import ProbeSize
 
 
 def choose_rl(
-  config: Config, place: Target, probe: ProbeSize, folder: pathlib.Path, *, forget: bool = False
+  config: Config, place: Target, probe: ProbeSize, folder: pathlib.Path, *, retune: bool = False
 ) -> Config:
   """Chooses the size, as `choose` does (tuning/microbatch_size.py), of a configuration that counts prompts."""
   if not chooses(config):
@@ -33,7 +33,7 @@ def choose_rl(
     probe,
     folder,
     lambda size, why: f"micro_batch_size auto: {size.words} ({why})",
-    forget=forget,
+    retune=retune,
   )
 
 

@@ -50,7 +50,7 @@ def choose(
   probe: ProbeSize,
   folder: pathlib.Path,
   *,
-  forget: bool = False,
+  retune: bool = False,
   say: Say = print,
 ) -> Config:
   """Returns the configuration with micro_batch_size a number, and one line that says why.
@@ -71,7 +71,7 @@ def choose(
   sizes = sizes_of(config, place.layout)
   depends_on = what_it_depends_on(config, place, sizes)
   line = functools.partial(_line, asked_for, place)
-  return choose_from(config, sizes, depends_on, probe, folder, line, forget=forget, say=say)
+  return choose_from(config, sizes, depends_on, probe, folder, line, retune=retune, say=say)
 
 
 def chooses(config: Config) -> bool:
@@ -114,7 +114,7 @@ def choose_from(
   folder: pathlib.Path,
   line: Callable[[Candidate, str], str],
   *,
-  forget: bool = False,
+  retune: bool = False,
   say: Say = print,
 ) -> Config:
   """Returns the configuration with the largest of the sizes that fits and is fast, or a remembered one.
@@ -130,7 +130,7 @@ def choose_from(
 
   memory = RememberedChoice(folder, "micro_batch_size", "auto", depends_on)
   size = memory.recalled_or_made(
-    by_size, make, lambda size, why: line(by_size[size], why), forget=forget, say=say
+    by_size, make, lambda size, why: line(by_size[size], why), retune=retune, say=say
   )
   return by_size[size].applied_to(config)
 

@@ -43,7 +43,7 @@ def choose_num_pipeline_microbatches(
   probe: Probe,
   folder: pathlib.Path,
   *,
-  forget: bool = False,
+  retune: bool = False,
   say: Say = print,
   plan: BatchPlan | None = None,
 ) -> Config:
@@ -85,7 +85,7 @@ def choose_num_pipeline_microbatches(
     pipeline.choices,
     make,
     lambda number, why: f"{KEY} -1: {number:,} ({why})",
-    forget=forget,
+    retune=retune,
     say=say,
   )
   return with_num_pipeline_microbatches(config, number)

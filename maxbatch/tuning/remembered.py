@@ -56,7 +56,7 @@ class RememberedChoice:
     make: Callable[[], Made],
     line: Callable[[Any, str], str],
     *,
-    forget: bool,
+    retune: bool,
     say: Say,
   ) -> Any:
     """Returns the value that is remembered, or else the one that `make` finds, and remembers it.
@@ -67,9 +67,9 @@ class RememberedChoice:
       say: prints a line; called in process 0 only.
     """
     say = in_process_0(say)
-    if (remembered := self.agreed(allowed, forget=forget, say=say)) is not None:
+    if (remembered := self.agreed(allowed, retune=retune, say=say)) is not None:
       value, why = remembered[self.key], str(remembered.get("why"))
-      say(f"{line(value, why)} (remembered from {self.file}; --forget measures anew)")
+      say(f"{line(value, why)} (remembered from {self.file}; --retune measures anew)")
       return value
     made = make()
     kept = self.remember({self.key: made.value, "why": made.why}, made.probes)
@@ -77,14 +77,14 @@ class RememberedChoice:
     say(f"{made.heading}{said}\n" if made.heading else said)
     return made.value
 
-  def agreed(self, allowed: Collection[Any], *, forget: bool, say: Say) -> dict[str, Any] | None:
+  def agreed(self, allowed: Collection[Any], *, retune: bool, say: Say) -> dict[str, Any] | None:
     """Returns process 0's choice in all processes; None where there is none, after a line if it is
     damaged.
 
     Args:
-      forget: delete the file instead.
+      retune: delete the file instead.
     """
-    choice, problem = broadcast_one_to_all(self._read_or_forget(forget))
+    choice, problem = broadcast_one_to_all(self._read_or_delete(retune))
     # With their types, since for Python true and 1.0 are 1.
     values = [(type(value), value) for value in allowed]
     if choice is not None and (type(choice.get(self.key)), choice.get(self.key)) not in values:
@@ -129,10 +129,10 @@ class RememberedChoice:
     content = dict(zip(_PARTS, values, strict=True))
     write_whole(self.file, json.dumps(content, indent=2, default=str) + "\n")
 
-  def _read_or_forget(self, forget: bool) -> tuple[dict[str, Any] | None, str | None]:
+  def _read_or_delete(self, retune: bool) -> tuple[dict[str, Any] | None, str | None]:
     if jax.process_index() != 0:
       return None, None
-    if not forget:
+    if not retune:
       return self.recall()
     # A file that cannot be deleted is written over, or that fails and is said.
     with contextlib.suppress(OSError):
