@@ -29,30 +29,42 @@ find_python() {
 
 # What was installed and where from: a moved repository must be installed again.
 fingerprint() {
-  { echo "$1"; pwd; cat pyproject.toml constraints.txt; } | cksum
+  echo "$1: $({ pwd; cat pyproject.toml constraints.txt; } | cksum)"
 }
 
-# ensure_environment EXTRAS: installs the package with EXTRAS ("" or "test") unless that is done.
-# An environment with the test extra also serves callers that need none.
+# Whether the package is installed with an extra; "": with any, as all bring what it needs itself.
+is_installed() {
+  [[ -f "$stamp" ]] && fingerprint "$1" | grep -qF -f - "$stamp" && "$venv/bin/python" -c '' 2>/dev/null
+}
+
+# ensure_environment EXTRA: installs the package with EXTRA (test, or "" for what trains on this
+# machine's accelerators) unless that is done. What was installed before stays.
 ensure_environment() {
-  local extras="$1" candidate
-  for candidate in "$extras" test; do
-    if [[ -f "$stamp" && "$(cat "$stamp")" == "$(fingerprint "$candidate")" ]] \
-      && "$venv/bin/python" -c '' 2>/dev/null; then
-      return
-    fi
-  done
-  install_package "$extras"
+  local extra="$1" accelerators=""
+  [[ -n "$extra" || "${JAX_PLATFORMS:-}" == cpu ]] || find_accelerators
+  is_installed "$extra" || install_package "$extra" "$accelerators"
 }
 
+# Sets `extra` to what GPUs or TPUs of this machine need, and `accelerators` to a sentence about them.
+find_accelerators() {
+  local python="$venv/bin/python"
+  "$python" -c '' 2>/dev/null || python="$(find_python)"
+  { read -r extra && read -r accelerators; } < <("$python" maxbatch/hardware/accelerators.py) || true
+}
+
+# install_package EXTRA SENTENCE: says the sentence first.
 install_package() {
-  local extras="$1" target="." python
-  [[ -z "$extras" ]] || target=".[$extras]"
+  local extra="$1" target="." others="" python
+  [[ -z "$extra" ]] || target=".[$extra]"
+  [[ -z "$2" ]] || echo "$2" >&2
   # A half-made or moved environment cannot be repaired by pip: make it anew.
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python="$(find_python)"
     echo "Making $venv with $("$python" --version)." >&2
     "$python" -m venv --clear "$venv"
+  fi
+  if is_installed ""; then
+    others="$(fingerprint "" | grep -F -f - "$stamp")"
   fi
   rm -f "$stamp"
   echo "Installing maxbatch and its packages (${versions[*]}) into $venv: 1 to 5 minutes, once." >&2
@@ -63,7 +75,7 @@ install_package() {
     echo "Is there a network? Run the same command again; it continues where this one stopped." >&2
     return 1
   fi
-  fingerprint "$extras" >"$stamp.new"
+  { [[ -z "$others" ]] || echo "$others"; fingerprint "$extra"; } >"$stamp.new"
   mv "$stamp.new" "$stamp"
 }
 

@@ -6,6 +6,7 @@ A stand-in for Python records how the scripts call it, so that no network is nee
 import os
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from maxbatch.compile.report_time import TESTED_VERSIONS
 ROOT = Path(__file__).resolve().parent.parent
 
 STAND_IN = """#!/bin/bash
+[[ "$*" != *accelerators.py ]] || exec "$REAL" "$@"
 echo "$*" >> "$CALLS"
 echo "${0##*/} $*" >> "${CALLS%/*}/names"
 case "$*" in
@@ -37,11 +39,20 @@ def checkout(tmp_path: Path) -> Path:
   shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
   for name in ("pyproject.toml", "constraints.txt"):
     shutil.copy(ROOT / name, root / name)
-  python = tmp_path / "bin" / "python3.14"
-  python.parent.mkdir()
-  python.write_text(STAND_IN)
-  python.chmod(0o755)
+  finds = "maxbatch/hardware/accelerators.py"
+  (root / finds).parent.mkdir(parents=True)
+  shutil.copy(ROOT / finds, root / finds)
+  (root / "maxbatch" / "train.py").touch()
+  program(tmp_path / "bin" / "python3.14", STAND_IN)
+  program(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\nexit 9\n")
   return root
+
+
+def program(path: Path, text: str) -> None:
+  """Writes a program that takes the place of another."""
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(text)
+  path.chmod(0o755)
 
 
 def call(checkout: Path, script: str, *arguments: str, path: str | None = None, **environment: str):
@@ -54,7 +65,7 @@ def call(checkout: Path, script: str, *arguments: str, path: str | None = None, 
     capture_output=True,
     text=True,
     cwd=checkout.parent,
-    env={"PATH": path, "CALLS": str(calls), **environment},
+    env={"PATH": path, "CALLS": str(calls), "REAL": sys.executable, **environment},
   )
   lines = calls.read_text().splitlines()
   return process, [line for line in lines if not line.startswith(("-c", "--version"))]
@@ -94,6 +105,38 @@ def test_the_newest_packages_have_an_environment_of_their_own(checkout: Path):
   assert calls == ["-m venv --clear .venv-newest", f"{newest} .[test]", PYTEST]
   assert call(checkout, "test.sh", MAXBATCH_NEWEST="1")[1] == [PYTEST]
   assert call(checkout, "test.sh")[1] == [PYTEST]
+
+
+def gpu(checkout: Path, *drivers: str) -> None:
+  """Puts GPUs into the machine, as nvidia-smi lists them."""
+  lines = "".join(f"NVIDIA H200, {driver}\\n" for driver in drivers)
+  asked = '[ "$*" = "--query-gpu=name,driver_version --format=csv,noheader" ]'
+  program(checkout.parent / "bin" / "nvidia-smi", f"#!/bin/sh\n{asked} && printf '{lines}'\n")
+
+
+@pytest.mark.parametrize(
+  ("driver", "extra"), [("580.65.06", ".[gpu]"), ("570.86.15", ".[gpu12]"), ("470.256.02", ".")]
+)
+def test_training_beside_a_gpu_installs_what_its_driver_takes(checkout: Path, driver, extra):
+  gpu(checkout, driver, driver)
+  process, calls = call(checkout, "train.sh")
+  assert process.returncode == 0, process.stderr
+  assert f"This machine has 2 × NVIDIA H200, driver {driver}: " in process.stderr
+  assert f"{INSTALL} {extra}" in calls
+  assert ("update the driver" in process.stderr) == (extra == ".")
+  process, calls = call(checkout, "train.sh")
+  assert (process.stderr, len(calls)) == ("", 1)
+
+
+def test_a_gpu_changes_nothing_for_tests_and_for_who_wants_the_cpu(checkout: Path):
+  gpu(checkout, "580.65.06")
+  _, calls = call(checkout, "test.sh")
+  assert f"{INSTALL} .[test]" in calls
+  assert len(call(checkout, "train.sh", JAX_PLATFORMS="cpu")[1]) == 1
+  assert f"{INSTALL} .[gpu]" in call(checkout, "train.sh")[1]
+  # Both are there now.
+  assert call(checkout, "test.sh")[1] == [PYTEST]
+  assert len(call(checkout, "train.sh")[1]) == 1
 
 
 def test_own_config_replaces_the_default(checkout: Path):
@@ -152,8 +195,7 @@ def test_half_made_environment_is_made_anew(checkout: Path):
 
 
 def test_a_python_that_is_named_makes_the_environment(checkout: Path):
-  (checkout.parent / "bin" / "mine").write_text(STAND_IN)
-  (checkout.parent / "bin" / "mine").chmod(0o755)
+  program(checkout.parent / "bin" / "mine", STAND_IN)
   process, _ = call(checkout, "train.sh", MAXBATCH_PYTHON="mine")
   assert process.returncode == 0, process.stderr
   assert "mine --version" in (checkout.parent / "names").read_text()
@@ -162,7 +204,7 @@ def test_a_python_that_is_named_makes_the_environment(checkout: Path):
 def test_without_a_new_enough_python_the_message_names_the_version(checkout: Path):
   tools = checkout.parent / "tools"
   tools.mkdir()
-  for name in ("dirname", "cat", "cksum"):
+  for name in ("dirname", "cat", "cksum", "grep"):
     (tools / name).symlink_to(str(shutil.which(name)))
   old = tools / "python3"
   old.write_text("#!/bin/bash\nexit 1\n")

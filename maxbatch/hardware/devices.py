@@ -23,6 +23,7 @@ from maxbatch.batch.supervised import training_devices
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
+from maxbatch.hardware.accelerators import advice, find_accelerators
 from maxbatch.hardware.counted_devices import SIMULATED_DEVICES
 from maxbatch.hardware.processes import check_joined, join
 from maxbatch.hardware.tpu_slices import slice_named
@@ -151,6 +152,25 @@ def describe_devices(devices: Sequence[Device]) -> str:
   if devices[0].platform != "cpu":
     return f"{len(devices):,} × {devices[0].device_kind}"
   return f"{len(devices):,} × CPU, simulated" if len(devices) > 1 else "the CPU"
+
+
+def idle_accelerators(config: Config, devices: Sequence[Device]) -> str:
+  """Returns a sentence about accelerators of this machine that are not used, and what would use them.
+
+  Empty where the devices are accelerators, where there are none, or where keys or variables ask for the
+  CPU.
+  """
+  flags = os.environ.get("XLA_FLAGS", "")
+  asked = config.mesh.num_simulated_devices > 0 or _XLA_COUNT in flags or platforms()
+  if asked or devices[0].platform != "cpu":
+    return ""
+  found = find_accelerators()
+  if found is None:
+    return ""
+  return (
+    f"{found.name}: idle. This is on {describe_devices(devices)}: {advice(found)}. "
+    "JAX_PLATFORMS=cpu says that the CPU is meant."
+  )
 
 
 def _choose_platform(num_simulated_devices: int, num_processes: int) -> None:

@@ -26,7 +26,7 @@ from maxbatch.core.plan import BatchPlan
 from maxbatch.data.dataset import Dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import check_alike, gather, shared_error
-from maxbatch.hardware.devices import start_devices
+from maxbatch.hardware.devices import idle_accelerators, start_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.process_log import process_log
@@ -50,8 +50,10 @@ def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
     UserError: as `start_devices`, or the processes have different keys, packages or sources.
   """
   with ending_together():
-    start_devices(config)
+    devices = start_devices(config)
   number = jax.process_index()
+  if number == 0 and (idle := idle_accelerators(config, devices)):
+    print(f"note: {idle}", file=sys.stderr)
   if config.compile.compile_topology or jax.process_count() == 1:
     yield
     return
