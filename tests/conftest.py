@@ -16,6 +16,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import hypothesis
 import jax
 import pytest
+from examples import examples
 from processes import QUICKLY
 
 from maxbatch.data.rows import Rows
@@ -43,7 +44,7 @@ if _FLAGS is not None:
   os.environ["XLA_FLAGS"] = _FLAGS
 
 # How long an example takes depends on what else the machine does.
-hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.register_profile("suite", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("suite")
 
 # jax makes objects by the million while it traces; looking through them takes a tenth of the time.

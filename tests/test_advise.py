@@ -9,6 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import SMALLEST
@@ -376,7 +377,7 @@ def test_a_round_batch_is_near(exact):
   assert abs(result - exact) <= max(0.1 * exact, 0.5)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 50), st.floats(1, 1e3))
 def test_the_budget_ends_after_a_whole_step(sizes, gap, samples):
   phases = [(gap * n, size) for n, size in enumerate(sizes)]

@@ -31,7 +31,7 @@ from processes import PATIENCE_SECONDS, REPOSITORY, environment, small_run
 from small_disk import small
 from support import mesh
 from test_hub_tokenizer import Hub
-from test_progress import Terminal
+from terminals import Terminal
 from vocabularies import END, huggingface
 
 from maxbatch.checkpoints import formats

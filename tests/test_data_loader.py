@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import jax
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -106,7 +107,7 @@ def test_each_epoch_is_every_row_once_in_an_order_of_its_own():
   assert (SampleStream(ROWS, 8)(np.arange(ROWS)) != epochs[0]).any()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.integers(0, 10**12), max_size=8), st.integers(1, 2**31), st.integers(0, 2**40))
 def test_the_stream_is_a_pure_function_of_seed_and_index(ids, rows, seed):
   together = SampleStream(rows, seed)(np.array(ids, np.int64))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -53,7 +54,7 @@ def test_the_newest_version_is_taken_by_default():
   assert fingerprints(tree) == fingerprints(tree, 2) != fingerprints(tree, 1)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
   elements=st.sets(st.integers(0, 16 * 24 - 1), min_size=1, max_size=16),
   bit=st.integers(0, 7),
@@ -99,7 +100,7 @@ def test_leaves_on_fewer_devices_than_there_are():
   assert fingerprints(there) == fingerprints(tree)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(element=st.integers(0, 16 * 24 - 1), bit=st.integers(0, 31), dtype=st.sampled_from(DTYPES))
 def test_every_flipped_bit_shows(element, bit, dtype):
   array = np.array(tree_of_everything()[jnp.dtype(dtype).name])

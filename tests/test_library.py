@@ -1,5 +1,7 @@
 """Every block of docs/library.md runs, and its gradient is that of the whole batch."""
 
+import ast
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,22 @@ MODELS = {
   "linen": SECTIONS["How with flax.linen?"][0],
   "equinox": SECTIONS["How with equinox?"][0],
 }
+
+
+def test_the_names_for_type_checkers_for_python_and_for_readers_are_the_same():
+  assert set(mb.__all__) == set(mb._EXPORTS) <= set(dir(mb))
+  assert mb.__all__ == sorted(mb.__all__)
+  tree = ast.parse(Path(mb.__file__).read_text())
+  checked = next(node for node in tree.body if isinstance(node, ast.If))
+  declared = {
+    alias.name: node.module
+    for node in checked.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+  }
+  assert declared == mb._EXPORTS
+  for name, module in mb._EXPORTS.items():
+    assert getattr(mb, name) is getattr(importlib.import_module(module), name)
 
 
 def run(name: str, devices: int, *blocks: str) -> dict[str, Any]:

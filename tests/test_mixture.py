@@ -8,6 +8,7 @@ from pathlib import Path
 import cloudpickle
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import base, configured
@@ -117,7 +118,7 @@ def test_the_stream_is_pinned():
   assert stream(np.arange(12)).tolist() == [1, 2, 11, 4, 5, 15, 9, 7, 10, 8, 6, 14]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.integers(0, 10**12), max_size=6))
 def test_any_sample_can_be_read_first(samples):
   rows = mixed([11, 5, 20], THREE)

@@ -4,6 +4,7 @@ import itertools
 import re
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import base, configured
@@ -206,7 +207,7 @@ def count(low: int, high: int) -> st.SearchStrategy[int]:
   return st.one_of(st.just(-1), st.integers(low, high))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
   st.fixed_dictionaries(
     {

@@ -6,6 +6,7 @@ MAXBATCH_SWEEP=100 runs so many more, other ones each time.
 import os
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pipeline_sweep import (
@@ -47,7 +48,7 @@ def mended(keys: Keys) -> Keys:
   return keys
 
 
-@settings(max_examples=200 + 20 * MORE, derandomize=not MORE)
+@settings(max_examples=examples(200) + 20 * MORE, derandomize=not MORE)
 @given(broken())
 def test_a_refusal_offers_what_works_and_what_works_has_a_timetable_without_fault(keys):
   plan, pipeline = planned(configuration(mended(keys)))

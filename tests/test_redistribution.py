@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -184,7 +185,7 @@ def _ints(below: int, count: int) -> st.SearchStrategy[list[int]]:
   return st.lists(st.integers(0, below - 1), min_size=count, max_size=count)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(devices())
 def test_every_device_gets_its_block_once_and_no_round_has_two_for_one(result):
   processes, blocks, loading = result
@@ -214,7 +215,7 @@ def test_every_device_gets_its_block_once_and_no_round_has_two_for_one(result):
     assert filled == {sender for sender, _ in plan.rounds[number - 1]}
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(devices())
 def test_a_loading_process_reads_what_it_uses_and_the_rest_is_divided_evenly(result):
   processes, blocks, loading = result

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,7 +167,7 @@ def works(data: int, completions: int, micro: int, generations: int, rollout: in
   return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
   data=st.integers(1, 6),
   rollout=st.integers(0, 4),
@@ -201,7 +202,7 @@ def test_a_plan_is_what_trying_finds_and_every_offer_works(
   assert plan.prompts_per_microbatch * generations == plan.micro_batch
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
   num_prompts=st.integers(1, 40),
   batch=st.integers(1, 40),

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from support import SMALLEST
-from test_progress import Terminal, on_terminal
+from terminals import Terminal, on_terminal
 
 from maxbatch import train, train_rl
 from maxbatch.command_line.screen import for_screen

@@ -5,6 +5,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ def linear(size: int) -> float:
   return 1.0 + 2.0 * size
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
   per_device=st.sets(st.integers(1, 400), min_size=1, max_size=40),
   growth=st.integers(1, 5),
@@ -78,7 +79,7 @@ def test_bisection_finds_what_trying_every_size_finds(per_device, growth, capaci
   assert len(machine.asked) <= math.ceil(math.log2(len(candidates))) + 2
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
   count=st.integers(1, 20),
   capacity=st.integers(1, 20),

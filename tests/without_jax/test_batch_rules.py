@@ -13,7 +13,7 @@ from maxbatch.batch_rules import published
 from maxbatch.batch_rules.published import expected_loss, half_life_tokens
 from maxbatch.batch_rules.rule import Fitted, Training, at_overhead, data_factor, steps_factor
 
-BACKTEST = Path(__file__).resolve().parent.parent / "scripts" / "backtest_advice.py"
+BACKTEST = Path(__file__).resolve().parents[2] / "scripts" / "backtest_advice.py"
 
 
 def training(parameters: float, tokens: float) -> Training:

@@ -1,8 +1,6 @@
 """`import maxbatch as mb`: plans from plain numbers, for loops of one's own, without jax."""
 
-import ast
 import doctest
-import importlib
 import inspect
 import subprocess
 import sys
@@ -56,22 +54,6 @@ import maxbatch
 print(maxbatch.plan(batch_size=8).batch_at(0), callable(main), maxbatch.errors.__name__)
 """
   assert in_a_fresh_process(program) == "8 True maxbatch.errors\n"
-
-
-def test_the_names_for_type_checkers_for_python_and_for_readers_are_the_same():
-  assert set(mb.__all__) == set(mb._EXPORTS) <= set(dir(mb))
-  assert mb.__all__ == sorted(mb.__all__)
-  tree = ast.parse((ROOT / "__init__.py").read_text())
-  checked = next(node for node in tree.body if isinstance(node, ast.If))
-  declared = {
-    alias.name: node.module
-    for node in checked.body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
-  }
-  assert declared == mb._EXPORTS
-  for name, module in mb._EXPORTS.items():
-    assert getattr(mb, name) is getattr(importlib.import_module(module), name)
 
 
 def test_a_name_that_is_not_there():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ from maxbatch.hardware.tpu_slices import slice_named
 from maxbatch.plan import main
 from maxbatch.plots.chart import Line
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RAMP = ["batch_size=512", "micro_batch_size=8", "batch_schedule_type=doubling"]
 RAMP += ["batch_schedule_length=30000", "batch_size_start=64"]
 
@@ -310,7 +311,7 @@ def expanded(batch: int, factor: Fraction, num_devices: int) -> BatchPlan:
   )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 5))
 def test_without_expansion_a_host_reads_what_its_devices_take(hosts, local, tensor, rows):
   devices = hosts * local * tensor
@@ -326,7 +327,7 @@ def test_without_expansion_a_host_reads_what_its_devices_take(hosts, local, tens
   assert results == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 12), st.integers(1, 6), st.fractions(1, 14, max_denominator=3))
 def test_with_expansion_the_first_hosts_read_everything_once(hosts, rows, factor):
   plan = expanded(6 * rows * hosts, factor, hosts)

@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,7 +120,7 @@ def test_the_solver_takes_an_open_size_as_not_given(value):
   assert plan == given_sizes(config_of(micro_batch_size=-1, batch_size=96).batch)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
   batch=st.integers(1, 120),
   data=st.sampled_from([1, 2, 3, 4]),

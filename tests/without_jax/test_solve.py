@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -197,7 +198,7 @@ def brute_force(topology: Topology, keys: dict[str, Any]) -> set[tuple[int, Frac
   return {one for one in results if wanted[0] in (None, one[1]) and wanted[1] in (None, one[2])}
 
 
-@settings(max_examples=1500)
+@settings(max_examples=examples(1500))
 @given(st.integers(1, 4), st.integers(1, 3), some_keys)
 def test_the_solution_is_the_one_that_agrees_with_every_key(data, tensor, keys):
   topology = devices(data, tensor)
@@ -220,7 +221,7 @@ def test_the_solution_is_the_one_that_agrees_with_every_key(data, tensor, keys):
     assert result == {sizes(plan)}
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(st.integers(1, 6), st.integers(1, 3), keys_once)
 def test_every_value_that_a_message_offers_works(data, tensor, keys):
   topology = devices(data, tensor)
@@ -246,7 +247,7 @@ def refused(topology: Topology, keys: dict[str, Any]) -> str:
   return ""
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(1, 4), st.integers(1, 80), st.integers(1, 12))
 def test_the_offers_are_the_nearest_there_are(data, batch, per_device):
   topology, micro = devices(data), data * per_device

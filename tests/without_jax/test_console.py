@@ -11,7 +11,7 @@ from test_layers import COMMANDS as FILES
 from maxbatch import __main__ as console
 from maxbatch import keys
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -291,7 +292,7 @@ def test_a_slot_is_free_again_only_after_its_tick():
 small = st.sampled_from([(name, shape) for name, shape in TABLES if shape.forwards_per_stage <= 24])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(small, st.data())
 def test_two_entries_of_a_stage_cannot_change_places(chosen, data):
   table = timetable(*chosen)
@@ -308,7 +309,7 @@ def test_two_entries_of_a_stage_cannot_change_places(chosen, data):
   assert outcome.fault is not None or obeys_the_rules(wrong)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(small, st.data())
 def test_an_entry_cannot_be_left_out_doubled_or_renamed(chosen, data):
   table = timetable(*chosen)
@@ -326,7 +327,7 @@ def test_an_entry_cannot_be_left_out_doubled_or_renamed(chosen, data):
   assert fault(changed(table, tick, stage, **{kind: replacement})) is not None
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(small, st.data())
 def test_idle_time_that_is_put_in_does_no_harm_and_is_counted(chosen, data):
   table = timetable(*chosen)

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -282,7 +283,7 @@ def simulate(keys: dict[str, Any], pairs: list[tuple[int, int]], end: int, unit:
   return taken
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(scheduled(), st.integers(1, 60))
 def test_the_plan_is_what_a_loop_would_take(drawn, steps):
   topology, keys, pairs = drawn
@@ -298,7 +299,7 @@ def test_the_plan_is_what_a_loop_would_take(drawn, steps):
   assert [one.first_sample for one in sent(plan)] == totals[:-1]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(scheduled(), st.integers(1, 400), st.sampled_from(["total_samples", "total_tokens"]))
 def test_a_budget_is_met_exactly_or_refused_with_the_nearest_that_are(drawn, total, key):
   topology, keys, pairs = drawn
@@ -326,7 +327,7 @@ def test_a_budget_is_met_exactly_or_refused_with_the_nearest_that_are(drawn, tot
   assert offers == [other for other in (below, above) if other]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(scheduled(), st.integers(1, 40), st.data())
 def test_a_plan_continued_anywhere_on_its_way_is_itself(drawn, steps, data):
   topology, keys, _ = drawn
@@ -337,7 +338,7 @@ def test_a_plan_continued_anywhere_on_its_way_is_itself(drawn, steps, data):
   assert walk(later, position) == walk(plan)[position.step :]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(scheduled(), st.integers(0, 400))
 def test_a_schedule_edited_at_a_restart_takes_effect_from_the_exact_sample(drawn, samples):
   topology, keys, pairs = drawn
@@ -349,7 +350,7 @@ def test_a_schedule_edited_at_a_restart_takes_effect_from_the_exact_sample(drawn
   assert plan.steps == 30
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(scheduled(), st.integers(1, 60))
 def test_phases_follow_each_other_without_gaps(drawn, steps):
   topology, keys, _ = drawn
@@ -489,7 +490,7 @@ def test_refusals(case):
 sizes = st.fractions(Fraction(1, 4), 9, max_denominator=4)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.integers(1, 4), st.integers(1, 2), st.integers(1, 3), sizes, sizes, sizes)
 def test_every_offer_for_a_ramp_works(data, tensor, passes, start, increment, target):
   topology = devices(data, tensor)

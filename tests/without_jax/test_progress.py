@@ -1,18 +1,12 @@
 """What a terminal shows, and what a file or a pipe gets instead."""
 
-import io
 import re
 from unittest.mock import Mock
 
-import pytest
+from terminals import on_terminal
 
 from maxbatch.run_folder.metrics import Record
 from maxbatch.run_folder.progress import Progress
-
-
-class Terminal(io.StringIO):
-  def isatty(self) -> bool:
-    return True
 
 
 def record(step: int, **more: float) -> Record:
@@ -29,12 +23,6 @@ def run(steps: int, log_period: int, *, start: int = 0) -> None:
   with Progress(start, steps, log_period) as progress:
     for step in range(start + 1, steps + 1):
       progress.show(record(step))
-
-
-def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-  stream = Terminal()
-  monkeypatch.setattr("sys.stdout", stream)
-  return stream
 
 
 def test_a_pipe_gets_plain_lines_every_period_and_at_the_end(capsys):

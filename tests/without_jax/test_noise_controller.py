@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -297,7 +298,7 @@ def run(
   return made
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(any_limits, st.integers(1, 6), runs)
 def test_what_holds_whatever_happens(limits, units, moments):
   changed, counted = 0, 0
@@ -316,7 +317,7 @@ def test_what_holds_whatever_happens(limits, units, moments):
     changed, counted = position.samples, position.step
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(any_limits, runs, st.data())
 def test_a_restored_controller_decides_the_same(limits, moments, data):
   whole = run(limits, limits.unit, moments)

@@ -5,6 +5,7 @@ import re
 import stat
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -75,7 +76,7 @@ reasons = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sa
 
 
 @settings(
-  max_examples=100,
+  max_examples=examples(100),
   suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(

@@ -12,7 +12,7 @@ from maxbatch.estimate.hlo import parse
 from maxbatch.estimate.replica_groups import ReplicaGroups
 from maxbatch.estimate.step_time import StepEstimate, estimate
 
-TPU_STEP = (pathlib.Path(__file__).parent / "data" / "tpu_step.hlo").read_text()
+TPU_STEP = (pathlib.Path(__file__).parents[1] / "data" / "tpu_step.hlo").read_text()
 
 # 1000 cycles, 100 FLOPs, 10 bytes of memory, 4 of links and 1 of the network in a second.
 CHIP = Chip(

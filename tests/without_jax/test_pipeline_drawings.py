@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,7 +133,7 @@ def rewritten(text: str, columns: list[str], *, idle: bool = True) -> str:
   return "\n".join(",".join(row) for row in [columns, *kept])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from(SHAPES), st.permutations(COLUMNS), st.booleans())
 def test_the_order_of_columns_and_idle_rows_do_not_matter(chosen, columns, idle):
   table = timetable(*chosen)
@@ -216,7 +217,7 @@ def test_an_empty_table_is_a_table():
   assert from_csv(HEAD, ONE.shape, "a.csv") == Timetable(ONE.shape, ())
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_a_changed_cell_is_refused_or_the_table_still_runs(data):
   lines = to_csv(SEVERAL).splitlines()
