@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """
   name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
   if name == "help" and rest:
-    name, rest = rest[0], ["--help"]
+    name, rest = rest[0], ["--help", *rest[1:]]
   with EnduringStreams():
     if name in _HELP or not name:
       print(_help_text())

@@ -214,7 +214,7 @@ ERRORS = {
     "(known: gpipe, circular, 1f1b, interleaved_1f1b)"
   ),
   ("num_device=8",): (
-    "command line: there is no key 'num_device'. Did you mean num_devices? --help lists every key."
+    "command line: there is no key 'num_device'. Did you mean num_devices? --help all lists every key."
   ),
 }
 
@@ -237,6 +237,7 @@ def test_help(capsys):
   text = show(capsys, "--help")
   assert text.startswith("Usage: python -m maxbatch.pipeline config=FILE")
   assert "--check FILE" in text
+  text = show(capsys, "--help", "pipeline")
   assert "  num_pipeline_microbatches=-1  (whole number, at least 1, or -1)" in text
 
 

@@ -105,7 +105,7 @@ undeclared = declaring(depth=(int, 3))
 no_dataclass = with_keys(dict)(lambda **_: None)
 '''
 MODEL = "decoder_block=own_plugins:Scaled"
-HELP = "--help lists every key."
+HELP = "--help all lists every key."
 
 
 @pytest.fixture

@@ -254,7 +254,7 @@ def test_mistakes_end_with_exit_code_2_and_a_sentence(text, tmp_path, capsys, ke
 
 
 def test_help_lists_every_key(capsys):
-  assert main(["--help"]) == 0
+  assert main(["--help", "all"]) == 0
   assert "gradient_accumulation_steps" in capsys.readouterr().out
 
 

@@ -22,7 +22,7 @@ from maxbatch.config.yaml_file import read_argument
 from maxbatch.errors import UserError
 
 Own = TypeVar("Own")
-_HELP = ("--help", "-help", "-h", "help")
+HELP = ("--help", "-help", "-h", "help")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Arguments(Generic[Own]):
 
 def wants_help(arguments: Sequence[str]) -> bool:
   """Returns whether the command should print its help instead of running."""
-  return any(argument in _HELP for argument in arguments)
+  return any(argument in HELP for argument in arguments)
 
 
 def parse(command: Command[Own], arguments: Sequence[str]) -> Arguments[Own]:
@@ -157,9 +157,9 @@ def _check_name(name: str, own: Sequence[str], arguments: Sequence[str]) -> None
   known = [one for one in own if one.startswith("-") == is_option]
   near = closest(name, known if is_option else [*known, "config", *schema.fields()])
   if near in known and name not in declared_keys(plugins_of(arguments)):
-    what = "option" if is_option else "key"
+    what, lists = ("option", "--help") if is_option else ("key", "--help all")
     raise UserError(
-      f"command line: there is no {what} {name!r}. Did you mean {near}? --help lists every {what}."
+      f"command line: there is no {what} {name!r}. Did you mean {near}? {lists} lists every {what}."
     )
 
 

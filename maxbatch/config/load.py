@@ -116,7 +116,7 @@ class _Known:
     if key in schema.sections():
       first = next(iter(declared(schema.sections()[key])))
       hint = f" Keys are flat, without sections: {first} and so on."
-    raise UserError(f"{where}: there is no key {key!r}.{hint} --help lists every key.")
+    raise UserError(f"{where}: there is no key {key!r}.{hint} --help all lists every key.")
 
 
 def _read_layers(arguments: Sequence[str]) -> tuple[Path, list[Layer], dict[str, str]]:

@@ -11,7 +11,7 @@ import yaml
 from published import PUBLISHED_PARAMETERS
 
 from maxbatch.command_line.arguments import Command, wants_help
-from maxbatch.command_line.help import help_text
+from maxbatch.command_line.help import MOST_USED, help_text
 from maxbatch.config import schema
 from maxbatch.config.allowed import Positive
 from maxbatch.config.base_file import base_file, documented_keys
@@ -236,11 +236,44 @@ class NoArguments:
   """Of a command that takes nothing but configuration keys."""
 
 
-def test_help_shows_every_key_with_type_default_and_meaning():
-  text = help_text(Command("train", "", NoArguments))
-  lines = text.splitlines()
+COMMAND = Command("train", "", NoArguments)
+
+
+def test_help_shows_the_most_used_keys_and_the_topics_of_the_others():
+  lines = help_text(COMMAND).splitlines()
   assert max(map(len, lines)) <= 100
   assert lines[0] == "Usage: python -m maxbatch.train config=FILE [key=value ...]"
+  assert "  steps=400  (whole number, at least 1, or -1)" in lines
+  assert [line[2:].partition("=")[0] for line in lines if "=" in line and line[2:3].strip()][
+    -len(MOST_USED) :
+  ] == [*MOST_USED]
+  topics = lines[-lines[::-1].index("") :]
+  assert [line.split()[0] for line in topics[1:] if line[2:3].strip()] == [*schema.sections()]
+  assert len(lines) < 90
+
+
+@pytest.mark.parametrize("topic", schema.sections())
+def test_help_on_a_topic_shows_its_keys_alone(topic):
+  text = help_text(COMMAND, ["config=base", "--help", topic])
+  for key, (section, _) in schema.fields().items():
+    assert (f"  {key}=" in text) == (section == topic)
+
+
+def test_help_on_a_topic_that_is_none():
+  with pytest.raises(
+    UserError, match=r"there is no such topic\. Did you mean batch\? Topics: run, "
+  ):
+    help_text(COMMAND, ["--help", "batsh"])
+  # What follows may also be a key, an option, or what a command without keys is given.
+  for rest in (["steps=3"], ["--retune"], []):
+    assert "Other keys, by topic" in help_text(COMMAND, ["--help", *rest])
+  assert help_text(dataclasses.replace(COMMAND, takes_keys=False), ["--help", "batsh"])
+
+
+def test_help_all_shows_every_key_with_type_default_and_meaning():
+  text = help_text(COMMAND, ["--help", "all"])
+  lines = text.splitlines()
+  assert max(map(len, lines)) <= 100
   assert "  steps=400  (whole number, at least 1, or -1)" in lines
   assert '  attention="auto"  (auto | dot_product | flash)' in lines
   flowing = " ".join(text.split())

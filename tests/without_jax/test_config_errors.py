@@ -24,7 +24,7 @@ MODELS = (
   "qwen2.5-7b, qwen3-0.6b, qwen3-8b, smollm-135m, smollm-360m; or give the path of a .yml file, or "
   "of a folder with Hugging Face's config.json."
 )
-HELP = "--help lists every key."
+HELP = "--help all lists every key."
 
 ARGUMENTS = {
   "stesp=1": f"command line: there is no key 'stesp'. Did you mean steps? {HELP}",

@@ -48,6 +48,7 @@ def test_a_key_before_the_command_is_said_to_be_one(capsys):
   [
     (["runs", "a b", "c"], ["maxbatch.runs", "a b", "c"]),
     (["help", "runs"], ["maxbatch.runs", "--help"]),
+    (["help", "train", "batch"], ["maxbatch.train", "--help", "batch"]),
   ],
 )
 def test_a_command_becomes_its_module(given, becomes, monkeypatch):

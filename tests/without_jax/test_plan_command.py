@@ -205,7 +205,7 @@ ERRORS = {
     "command line: there is no option '--plots'. Did you mean --plot? --help lists every option."
   ),
   "num_device=8": (
-    "command line: there is no key 'num_device'. Did you mean num_devices? --help lists every key."
+    "command line: there is no key 'num_device'. Did you mean num_devices? --help all lists every key."
   ),
   "num_devices": "'num_devices' is not of the form key=value. Did you mean num_devices=VALUE?",
 }
