@@ -24,7 +24,7 @@ from processes import PATIENCE_SECONDS
 
 from maxbatch.checkpoints import reading as reading_module
 from maxbatch.checkpoints.checkpointer import Checkpointer, Position
-from maxbatch.checkpoints.fingerprint import fingerprints
+from maxbatch.checkpoints.fingerprint import VERSIONS, fingerprints
 from maxbatch.checkpoints.formats import FORMATS, Format
 from maxbatch.config.schema import CheckpointConfig
 from maxbatch.errors import UserError
@@ -302,7 +302,7 @@ def rewrite_record(folder: pathlib.Path, step: int, version: int | None) -> None
   """Gives a step the fingerprints, and the name, of another version of them; None: no name."""
   path = folder / str(step) / "record" / "metadata"
   record = json.loads(path.read_text())
-  prints = fingerprints(make_state(step), version or 1) if version in (None, 1, 2) else {}
+  prints = fingerprints(make_state(step), version or 1) if version in (None, *VERSIONS) else {}
   for name, print_ in prints.items():
     record["leaves"][name]["fingerprint"] = print_
   record |= {"fingerprint_version": version}
@@ -311,8 +311,9 @@ def rewrite_record(folder: pathlib.Path, step: int, version: int | None) -> None
   path.write_text(json.dumps(fields | {"checksum": checksum}))
 
 
-def test_a_checkpoint_of_an_earlier_version_verifies_by_its_own_fingerprints(folder):
-  rewrite_record(folder, 2, None)
+@pytest.mark.parametrize("version", [None, 2])
+def test_a_checkpoint_of_an_earlier_version_verifies_by_its_own_fingerprints(folder, version):
+  rewrite_record(folder, 2, version)
   restored, lines = resume(folder)
   assert restored is not None
   assert (restored.position.step, lines) == (2, [])

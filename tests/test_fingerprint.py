@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from maxbatch.checkpoints.fingerprint import fingerprints, named_leaves
+from maxbatch.checkpoints import fingerprint
+from maxbatch.checkpoints.fingerprint import (
+  VERSIONS,
+  PartsOfArray,
+  fingerprints,
+  named_leaves,
+)
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32, jnp.int8, jnp.bool_)
 
@@ -33,14 +39,20 @@ def scattered(number: int) -> int:
 
 def scalar_reference(array: np.ndarray, version: int) -> int:
   """The formula of the module's docstring, one element at a time."""
-  total = 0
+  sums = [0] * (6 if version == 3 else 1)
   unsigned = np.ascontiguousarray(array).view(f"u{array.itemsize}")
   for index, bits in enumerate(unsigned.ravel().tolist()):
-    total += (bits if version == 1 else scattered(bits)) * (scattered(index) | 1)
-  return total % 2**32
+    place = scattered(index)
+    if version < 3:
+      sums[0] += (bits if version == 1 else scattered(bits)) * (place | 1)
+      continue
+    for at, half in ((0, bits % 2**16), (3, bits >> 16)):
+      for number, weight in enumerate((1, place, place >> 17)):
+        sums[at + number] += half * weight
+  return sum((each % 2**32) << (32 * number) for number, each in enumerate(sums))
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_follows_the_formula(version):
   tree = tree_of_everything()
   leaves = named_leaves(tree).items()
@@ -49,9 +61,70 @@ def test_follows_the_formula(version):
   assert expected["empty"] == 0
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("parts", [1, 3, 16])
+def test_parts_of_an_array_have_the_fingerprint_of_the_whole(version, parts, monkeypatch):
+  monkeypatch.setattr(fingerprint, "_AT_ONCE", 50)
+  for name, leaf in named_leaves(tree_of_everything()).items():
+    array = np.asarray(leaf)
+    found = PartsOfArray(version)
+    for part in np.array_split(array, parts) if array.ndim else [array]:
+      found.add(part)
+    assert {name: found.fingerprint} == fingerprints({name: leaf}, version)
+
+
 def test_the_newest_version_is_taken_by_default():
   tree = tree_of_everything()
-  assert fingerprints(tree) == fingerprints(tree, 2) != fingerprints(tree, 1)
+  assert fingerprints(tree) == fingerprints(tree, 3)
+  assert len({str(fingerprints(tree, version)) for version in VERSIONS}) == 3
+
+
+def opposite_weights(size: int) -> tuple[int, int]:
+  """Two places of an array whose weights in version 2 add up to 0."""
+  seen: dict[int, int] = {}
+  for index in range(size):
+    weight = scattered(index) | 1
+    if -weight % 2**32 in seen:
+      return seen[-weight % 2**32], index
+    seen[weight] = index
+  raise AssertionError(f"no two of {size}")
+
+
+def test_an_equal_change_of_two_equal_elements_shows_wherever_they_are():
+  """Version 2 is blind to it: the birthday paradox gives every larger array such a pair."""
+  first, second = opposite_weights(2**18)
+  zeros = np.zeros(second + 1, np.float32)
+  changed = zeros.copy()
+  changed[[first, second]] = -0.0
+  for version, is_seen in ((2, False), (3, True)):
+    prints = [fingerprints({"a": jnp.asarray(a)}, version) for a in (zeros, changed)]
+    assert (prints[0] != prints[1]) == is_seen
+
+
+def test_no_two_changes_cancel_in_the_sums():
+  """Changes made to cancel in two of the three sums, at the worst distance: 2¹⁷ apart by s."""
+  places = {scattered(index): index for index in range(2**21)}
+  first, other = next((s, s ^ 2**17) for s in places if s ^ 2**17 in places and not s & 2**17)
+  size = max(places[first], places[other]) + 1
+  arrays = [np.full(size, 2**15, np.uint32), np.full(size, 2**15, np.uint32)]
+  arrays[1][places[first]] += 2**14
+  arrays[1][places[other]] -= 2**14
+  before, after = (fingerprints({"a": jnp.asarray(a)})["a"] for a in arrays)
+  assert before % 2**32 == after % 2**32
+  assert before != after
+
+
+@settings(max_examples=200)
+@given(
+  values=st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4),
+  places=st.sets(st.integers(0, 16 * 24 - 1), min_size=2, max_size=2),
+)
+def test_any_two_changes_show(values, places):
+  arrays = [np.zeros((16, 24), np.uint32) for _ in range(2)]
+  for number, place in enumerate(sorted(places)):
+    arrays[0].flat[place], arrays[1].flat[place] = values[2 * number : 2 * number + 2]
+  one, other = (fingerprints({"a": jnp.asarray(a)}) for a in arrays)
+  assert (one == other) == bool((arrays[0] == arrays[1]).all())
 
 
 @settings(max_examples=examples(100))
@@ -61,7 +134,7 @@ def test_the_newest_version_is_taken_by_default():
   dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.int32]),
 )
 def test_the_same_bit_flipped_in_several_elements_shows(elements, bit, dtype):
-  """An even number of signs too, which weights alone do not tell apart: 2³¹ · odd is 2³¹."""
+  """An even number of signs too, which odd weights do not tell apart: 2³¹ · odd is 2³¹."""
   array = np.array(tree_of_everything()[jnp.dtype(dtype).name])
   flipped = array.copy()
   unsigned = f"u{array.itemsize}"

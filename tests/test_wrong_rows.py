@@ -148,6 +148,13 @@ def test_equal_tokens_have_other_checksums_as_other_samples():
   assert len(np.unique(row_checksums(zeros, ids))) == samples.size
 
 
+def test_two_flipped_signs_of_a_row_show():
+  row = {"weights": np.ones((1, 8), np.float32)}
+  flipped = {"weights": np.where(np.arange(8) % 4 == 1, -1, row["weights"]).astype(np.float32)}
+  first, second = (row_checksums(each, np.zeros(1, np.int32)) for each in (row, flipped))
+  assert first != second
+
+
 def test_ids_begin_again_after_31_bits_and_checksums_with_them():
   order = ReadOrder(NumberedRows(), 7)
   one, other = order(np.array([5])), order(np.array([5 + 2**31]))

@@ -13,10 +13,16 @@ from typing import Any
 import numpy as np
 
 from maxbatch.checkpoints.find import record_of
-from maxbatch.checkpoints.fingerprint import VERSION, part_of_fingerprint
+from maxbatch.checkpoints.fingerprint import PartsOfArray, verified
 from maxbatch.checkpoints.formats import format_named
 from maxbatch.checkpoints.orbax import cause
-from maxbatch.checkpoints.record import ORIGIN, describe_leaves, format_name, sealed
+from maxbatch.checkpoints.record import (
+  ORIGIN,
+  describe_leaves,
+  fingerprint_version,
+  format_name,
+  sealed,
+)
 from maxbatch.checkpoints.tensor_files import StoredArray, StoredArrays, TensorSpec, write_tensors
 from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
@@ -57,12 +63,12 @@ def _noting_fingerprints(
   specs: Sequence[TensorSpec], values: Iterator[np.ndarray], prints: dict[str, int]
 ) -> Iterator[np.ndarray]:
   for spec in specs:
-    total, first, size = 0, 0, spec.nbytes // spec.dtype.itemsize
-    while first < size:
+    noted, left = PartsOfArray(), spec.nbytes // spec.dtype.itemsize
+    while left:
       part = next(values)
-      total += part_of_fingerprint(part, first)
-      first += part.size
-      prints[spec.name] = total % 2**32
+      noted.add(part)
+      left -= part.size
+      prints[spec.name] = noted.fingerprint
       yield part
   assert next(values, None) is None
 
@@ -88,17 +94,12 @@ class StoredCheckpoint:
   def blocks(self, name: str) -> Iterator[np.ndarray]:
     """Yields all of an array in parts along its first dim, compared with its fingerprint at the
     end. Raises UserError: it is damaged."""
-    total, first = 0, 0
-    stored = self[name]
+    stored, saved = self[name], self.record["leaves"][name]["fingerprint"]
+    differs = self._damaged(f"leaf {name} differs from its fingerprint")
     try:
-      for block in stored.blocks():
-        total += part_of_fingerprint(block, first)
-        first += block.size
-        yield block
+      yield from verified(stored.blocks(), saved, fingerprint_version(self.record), differs)
     except (OSError, ValueError) as error:
       raise self._damaged(cause(error)) from error
-    if total % 2**32 != self.record["leaves"][name]["fingerprint"]:
-      raise self._damaged(f"leaf {name} differs from its fingerprint")
 
   def _damaged(self, reason: str) -> UserError:
     return UserError(f"checkpoint={self.folder} is damaged ({reason}); take another one")
@@ -117,9 +118,5 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
       f"checkpoint={folder} was written with checkpoint_format={name}, whose arrays are not read one by "
       "one; resume the run with checkpoint_format=orbax, and take the checkpoint that it writes"
     )
-  if record.get("fingerprint_version", 1) != VERSION:
-    raise UserError(
-      f"checkpoint={folder} was written by an earlier version of maxbatch; resume the run, and take "
-      "the checkpoint that it writes"
-    )
+  fingerprint_version(record)
   return StoredCheckpoint(folder, record, stored(folder / "state"))

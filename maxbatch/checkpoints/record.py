@@ -191,16 +191,23 @@ def state_differences(record: dict[str, Any], leaves: Mapping[str, Any]) -> list
   return _differences(saved, current)
 
 
-def changed_leaves(record: dict[str, Any], arrays: object) -> list[str]:
-  """Lists the names of the arrays that are not what was saved, by their fingerprints. Raises
-  UserError: a newer version of the program made them."""
-  leaves, version = record["leaves"], record.get("fingerprint_version", 1)
+def fingerprint_version(record: Mapping[str, Any]) -> int:
+  """Returns by which formula the fingerprints of a record were made. Raises UserError: by one of a
+  newer version of the program."""
+  version = record.get("fingerprint_version", 1)
   if version not in VERSIONS:
     raise UserError(
       f"the fingerprints of checkpoint step {record['step']} are of version {version}, and this "
       f"version of maxbatch knows {VERSIONS}; take the version that wrote it, or a newer one"
     )
-  result = fingerprints(arrays, version)
+  return version
+
+
+def changed_leaves(record: dict[str, Any], arrays: object) -> list[str]:
+  """Lists the names of the arrays that are not what was saved, by their fingerprints. Raises
+  UserError: a newer version of the program made them."""
+  leaves = record["leaves"]
+  result = fingerprints(arrays, fingerprint_version(record))
   return [name for name, sum_ in result.items() if sum_ != leaves[name]["fingerprint"]]
 
 

@@ -82,7 +82,7 @@ class _Elsewhere:
 
   def __init__(self, note: Mapping[str, Any], held: "WholeCheckpoint | FolderReader", where: Path):
     self.leaves = {PARAMETERS + name: leaf for name, leaf in note["leaves"].items()}
-    self._held, self._where = held, where
+    self._held, self._where, self._version = held, where, note["fingerprint_version"]
 
   def __getitem__(self, name: str) -> StoredArray:
     leaf = self.leaves[name]
@@ -103,7 +103,7 @@ class _Elsewhere:
       f"{self._where} does not hold the frozen parameters that the run began with: {name} differs "
       "from its fingerprint; put the folder back as it was"
     )
-    return verified(self[name].blocks(), self.leaves[name]["fingerprint"], differs)
+    return verified(self[name].blocks(), self.leaves[name]["fingerprint"], self._version, differs)
 
 
 def whole_checkpoint(step: Path, config: Config) -> WholeCheckpoint:

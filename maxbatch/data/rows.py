@@ -2,7 +2,7 @@
 
 B rows, T tokens per row; with leading microbatch dim k while a whole step is in one array.
 
-The checksum of a row is h(id + 1) + Σ bits·w mod 2³² over all its arrays, where h scatters numbers
+The checksum of a row is h(id + 1) + Σ h(bits)·w mod 2³² over all its arrays, where h scatters numbers
 one to one and w is an odd weight drawn from the array and the position. Rows of other samples have
 other checksums if their tokens are the same, always; so has a row in which one number changed, since
 odd numbers have an inverse mod 2³². The checksum of padding (id −1, zeros) is 0; that of a sample
@@ -71,6 +71,7 @@ def row_checksums(arrays: Mapping[str, Numbers], sample_ids: Numbers) -> Numbers
     if name in arrays:
       bits = arrays[name].view(np.uint32)
       weights_T = _weights_FT(bits.shape[-1])[number]
-      weighted = bits * weights_T.reshape((1,) * (bits.ndim - 1) + weights_T.shape)
+      # Without h an even number of flipped signs adds up to 0: 2³¹ · odd is 2³¹.
+      weighted = scattered(bits) * weights_T.reshape((1,) * (bits.ndim - 1) + weights_T.shape)
       total = total + weighted.sum(-1, dtype=np.uint32)
   return total
