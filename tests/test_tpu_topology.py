@@ -1,7 +1,6 @@
 """Compiled for TPU slices that are not here, by the real TPU compiler."""
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import pathlib
@@ -20,15 +19,25 @@ from maxbatch.compile.program import (
   capacity_bytes,
   refuse_if_too_large,
 )
+from maxbatch.compile.report_time import TESTED_VERSIONS, why_not_estimated
 from maxbatch.estimate.chips import CHIPS
 from maxbatch.estimate.costs import program_costs
 from maxbatch.estimate.hlo import parse
+from maxbatch.estimate.step_time import estimate
 from maxbatch.hardware.compilation_cache import bypassed
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.train import main
 
 pytest.importorskip("libtpu")
 
+DOT = """HloModule step
+
+ENTRY %main {
+  %a = f32[64,32]{1,0} parameter(0)
+  %b = f32[32,16]{1,0} parameter(1)
+  ROOT %c = f32[64,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
 GIB = 2**30
 MIB = 2**20
 GPT2 = {
@@ -117,7 +126,7 @@ def test_loops_that_go_up_and_down_are_read(goes_on, first, step, trips, dtype):
   assert [(cost.count, cost.in_microbatch_loop) for cost in products] == [(trips, False)]
 
 
-def test_an_estimate_of_a_text_that_is_not_understood_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_text_that_is_not_understood_gives_no_time_but_its_memory(tmp_path, capsys, monkeypatch):
   """As of another compiler: its comparisons have another name, so that no loop can be read."""
   compiled = compile_step.compile_program
 
@@ -126,20 +135,44 @@ def test_an_estimate_of_a_text_that_is_not_understood_is_refused(tmp_path, capsy
     return dataclasses.replace(program, text=program.text.replace(" compare(", " compared("))
 
   monkeypatch.setattr(compile_step, "compile_program", written_otherwise)
-  printed = refused(capsys, tmp_path, compile_topology="v5e-4", **TINY)
-  result = re.search(
-    r": ([\d.]+)% of its matrix products.* one iteration of the loops (.*?);", printed
+  assert main(command(tmp_path, compile_topology="v5e-4", **TINY)) == 2
+  printed = capsys.readouterr()
+  found = re.search(
+    r": ([\d.]+)% of its matrix products.* one iteration of the loops (.*?);", printed.err
   )
-  assert result, printed
-  assert 20 < float(result[1]) < 60
-  assert "jit(step)/shard_map/while/body/transpose(jvp())/while" in result[2].split(", ")
-  installed = [importlib.metadata.version(package) for package in ("jax", "libtpu")]
-  for words in (
-    "error: the time of the compiled step cannot be estimated: ",
-    "This is jax {} and libtpu {};".format(*installed),
-    "pip install jax==0.10.2 libtpu==0.0.51",
-  ):
-    assert words in printed
+  assert found, printed.err
+  assert 20 < float(found[1]) < 60
+  assert "jit(step)/shard_map/while/body/transpose(jvp())/while" in found[2].split(", ")
+  assert "error: the time of the compiled step cannot be estimated: " in printed.err
+  (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())
+  assert report["memory_bytes_per_device"]["fits"]
+  assert report["not_estimated"] in printed.err
+  assert not {"time", "estimate"} & report.keys()
+  for text in (printed.out, (tmp_path / "run" / "compile_report.txt").read_text()):
+    assert re.search(r"peak +[\d.]+ \w+ of 15.75: fits", text)
+    assert "Time: unknown; the time of the compiled step cannot be estimated" in text
+
+
+def advice(versions: dict[str, object]) -> str:
+  """What is said where half of the products are not found."""
+  (cost,) = program_costs(parse(DOT))
+  work = estimate([cost], CHIPS["v5e"], 2.0 * cost.flops)
+  return why_not_estimated(work, [cost], 2.0 * cost.flops, versions)
+
+
+def test_nobody_is_advised_to_install_what_is_installed():
+  for tested in TESTED_VERSIONS:
+    said = advice({**tested, "jaxlib": "any"})
+    assert "pip install" not in said
+    assert "gns" in said
+  other = advice({"jax": "0.11.0", "libtpu": "0.0.51"})
+  assert "This is jax 0.11.0 and libtpu 0.0.51;" in other
+  assert "pip install jax==0.10.2 libtpu==0.0.51" in other
+
+
+@pytest.mark.parametrize("layout", [{}, {"ici_fsdp_parallelism": 4}], ids=str)
+def test_a_step_that_measures_every_rows_gradient_is_estimated(tmp_path, layout):
+  check(reported(tmp_path, compile_topology="v5e-4", gns="all", **TINY, **layout))
 
 
 def test_data_parallel_gradients_are_reduced_once_a_step(tmp_path):

@@ -123,6 +123,10 @@ def test_a_pass_by_hand():
   assert of_step() == StepFlops(per_microbatch=PASS, rest=0)
 
 
+def test_every_rows_squared_gradient_takes_no_product_more():
+  assert of_step(gns="all") == of_step()
+
+
 def test_more_passes_are_trips_of_the_same_pass():
   assert of_step(gradient_accumulation_steps=20) == of_step()
 
@@ -230,8 +234,9 @@ def test_flash_kernels_are_counted_on_every_device(layout, width):
   assert step_flops(jaxpr).total == 9 * each + 2 * rows * heads * length * width
 
 
+@pytest.mark.parametrize("noise", ["off", "all"])
 @pytest.mark.parametrize("mesh", [{}, {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 1}])
-def test_a_step_for_a_tpu_is_traced_with_its_kernel(mesh):
+def test_a_step_for_a_tpu_is_traced_with_its_kernel(mesh, noise):
   pytest.importorskip("libtpu")
   length = 256
   of = config(
@@ -239,6 +244,7 @@ def test_a_step_for_a_tpu_is_traced_with_its_kernel(mesh):
     compile_topology="v5e-4",
     per_device_batch_size=2,
     max_target_length=length,
+    gns=noise,
     **mesh,
   )
   plan = plan_batches(of.batch, of.run, topology(of.mesh, 4))

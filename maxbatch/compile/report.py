@@ -13,11 +13,11 @@ from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import CompiledProgram, ProgramMemory, StateBytes, state_bytes
 from maxbatch.compile.report_time import (
   StepTime,
-  check_coverage,
   estimated_time,
   in_filling,
   in_microbatches,
   measured_time,
+  why_not_estimated,
 )
 from maxbatch.compile.step_identity import compiler_environment
 from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token
@@ -84,7 +84,8 @@ class CompileReport:
   """Published figures of the device; None where there are none here."""
   work: StepEstimate
   time: StepTime | None
-  """None: the devices are not here and nothing is published about them."""
+  """None: the devices are not here, and nothing is published about them or the compiler's text of the
+  program is not understood."""
   model_flops_per_token: float
   input_function: InputReport | None = None
   """What the run would read; the same for all of its steps, so that one of their reports has it."""
@@ -92,6 +93,8 @@ class CompileReport:
   """Of what samples what the step is fed."""
   compiler_flags: str = ""
   """With which the step was compiled."""
+  not_estimated: str = ""
+  """Why the compiler's text gives no time; empty where it does, or was not asked."""
   operations: Sequence[OperationCost] = ()
   """Of the program, those in its loop over microbatches as often as one microbatch does them."""
 
@@ -191,6 +194,8 @@ class CompileReport:
         **({} if self.time.spread is None else {"spread": self.time.spread}),
         **({"model_flop_utilisation": self.utilisation} if self.utilisation else {}),
       }
+    if self.not_estimated:
+      results["not_estimated"] = self.not_estimated
     if self.sampling is not None:
       seconds = self.sampled_step_seconds
       known = {"step_seconds": seconds} if seconds else {}
@@ -263,7 +268,8 @@ class CompileReport:
   def _time(self) -> str:
     time, seconds = self.time, self.step_seconds
     if time is None or seconds is None:
-      return "Time: unknown; the devices are not here, and no figures of them are known"
+      no_figures = "the devices are not here, and no figures of them are known"
+      return f"Time: unknown; {self.not_estimated or no_figures}"
     speed = self.step_tokens / seconds
     each = self.num_microbatches * float(self.plan.device_tokens(self.micro_batch)) / seconds
     spread = f" ± {time.spread:.1%}" if time.spread is not None else ""
@@ -342,9 +348,6 @@ def make_report(
   Args:
     measured: its time on the devices, where they are here; None asks for an estimate.
     sampling: of what samples what the step is fed.
-
-  Raises:
-    UserError: the compiler's text is not understood well enough for an estimate.
   """
   layout, device = plan.topology, trainer.mesh.devices.flat[0]
   chip = chip_for(device.device_kind)
@@ -356,12 +359,14 @@ def make_report(
     expected = StepFlops(per_microbatch=expected.total, rest=0.0)
   per_slice = layout.devices_per_slice if layout.num_slices > 1 else None
   work = estimate(costs, chip or UNKNOWN_CHIP, expected.per_microbatch, expected.rest, per_slice)
-  time = None
+  time, not_estimated = None, ""
   if measured is not None:
     time = measured_time(measured, streamed=program.streamed)
   elif chip is not None:
-    check_coverage(work, costs, expected.total, compiler_environment(device))
-    time = estimated_time(work, once, trainer.pipeline, chip, per_slice, streamed=program.streamed)
+    versions = compiler_environment(device)
+    not_estimated = why_not_estimated(work, costs, expected.total, versions)
+    known = estimated_time(work, once, trainer.pipeline, chip, per_slice, streamed=program.streamed)
+    time = None if not_estimated else known
   # As parts of the rest of a step.
   filling = [
     dataclasses.replace(cost, in_microbatch_loop=False)
@@ -380,5 +385,6 @@ def make_report(
     model_flops_per_token=model_flops_per_token(trainer.model, plan.max_target_length),
     sampling=sampling,
     compiler_flags=str(trainer.compiler_flags),
+    not_estimated=not_estimated,
     operations=(*costs, *filling),
   )

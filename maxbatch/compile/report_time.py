@@ -5,7 +5,7 @@ the timetable: every operation counts as often as the work it belongs to
 (pipeline_parallel/cost.py).
 
 The text of a compiled program is no stable format: another compiler may write loops, operands or kernels in
-a new way. What is then not counted would make the estimate a wrong figure, so it is refused.
+a new way. What is then not counted would make the estimate a wrong figure, so there is none.
 """
 
 import collections
@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.traced_flops import StepFlops
-from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.costs import OperationCost
 from maxbatch.estimate.step_time import StepEstimate, seconds_of
@@ -39,32 +38,43 @@ _NUM_NAMED = 5
 _TERA = 1e12
 
 
-def check_coverage(
+def why_not_estimated(
   work: StepEstimate,
   costs: Sequence[OperationCost],
   expected_flops: float,
   versions: Mapping[str, object],
-) -> None:
-  """Checks that the operations found in a program account for its matrix products.
+) -> str:
+  """Returns why operations found in a program are no base for its time; empty: they are one.
+
+  It says what was counted, what was not, and what helps: versions that are tested, or, where this is one,
+  to leave out what is beside the model.
 
   Args:
     expected_flops: as traced, of a step of one microbatch on one device.
     versions: of jax and libtpu, by package.
-
-  Raises:
-    UserError: they do not; with what was counted, what was not, and versions that work.
   """
   if not work.coverage < LEAST_COVERAGE:
-    return
-  known = [_words(each) for each in TESTED_VERSIONS]
-  pins = " ".join(f"{package}=={version}" for package, version in TESTED_VERSIONS[0].items())
-  raise UserError(
+    return ""
+  return (
     f"the time of the compiled step cannot be estimated: {work.coverage:.1%} of its matrix products "
     f"were found in the compiler's text, and less than {LEAST_COVERAGE:.0%} is no estimate. "
     f"Counted, of {expected_flops / _TERA:.4g} TFLOP a device: {_counted(costs)}. Not counted: "
-    f"{_not_counted(costs)}. This is {_words(versions)}; estimates are tested with "
-    f"{' and with '.join(known)}: pip install {pins}"
+    f"{_not_counted(costs)}. {_what_helps(versions)} The memory above is the compiler's own and holds"
   )
+
+
+def _what_helps(versions: Mapping[str, object]) -> str:
+  """Returns which versions to install, or that they are here and the step itself is not understood."""
+  tested = [dict(each) for each in TESTED_VERSIONS]
+  if {package: versions[package] for package in tested[0]} in tested:
+    return (
+      f"This is {_words(versions)}, with which estimates are tested: what is not counted is in the step. "
+      "Compile it without what is measured beside the model (gns, gns_from_microbatches) and without "
+      "plug-ins for an estimate, or measure it on the devices."
+    )
+  pins = " ".join(f"{package}=={version}" for package, version in tested[0].items())
+  known = " and with ".join(map(_words, tested))
+  return f"This is {_words(versions)}; estimates are tested with {known}: pip install {pins}."
 
 
 def _words(versions: Mapping[str, object]) -> str:

@@ -143,7 +143,8 @@ def product(
 
 def _product_backward(num_inputs, axes, kept, d_y):
   x, kernel, probe_BS = kept
-  (d_x,) = jax.vjp(lambda x: projected(x, kernel, num_inputs), x)[1](d_y)
+  # Not by vjp: it would form the product itself once more, for nobody.
+  (d_x,) = jax.linear_transpose(lambda x: projected(x, kernel, num_inputs), x)(d_y)
   K, L = (math.prod(part) for part in (kernel.shape[:num_inputs], kernel.shape[num_inputs:]))
   gradient = _ghost if is_ghost(x.shape[1], K, L) else _simultaneous
 

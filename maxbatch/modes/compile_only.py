@@ -68,6 +68,7 @@ def _compile(prepared: Prepared) -> None:
     steps = {each.micro_batch: each.program.step for each in reports}
     save_steps(config, plan, trainer, prepared.dataset.train, steps)
   check_fits(config, plan, reports)
+  _check_estimated(reports)
 
 
 def input_function(config: Config, plan: BatchPlan, num_hosts: int) -> InputReport | None:
@@ -90,6 +91,14 @@ def _explore(config: Config, target: Target, method: Method) -> None:
   if report.sampling is None:
     _remember(chosen, f"{ranking}\n\n{report}")
   write_shared_file(folder.exploration, json.dumps(ranking.as_dict(), indent=2) + "\n")
+  _check_estimated([report])
+
+
+def _check_estimated(reports: Sequence[CompileReport]) -> None:
+  """Ends with what is missing, once all that is known has been reported. Raises UserError: the compiler's
+  text of a step is not understood well enough for an estimate of its time."""
+  if missing := next((each.not_estimated for each in reports if each.not_estimated), ""):
+    raise UserError(missing)
 
 
 def _show(reports: Sequence[CompileReport], folder: RunFolder) -> None:
