@@ -361,7 +361,7 @@ def _too_large(
   name = f"{text(refused[0].per_device)} per device, said not to fit"
   try:
     step = build.compiled_step(size, plan, trainer, source, micro_batch)
-    rows = build.step_rows(size, plan, source, micro_batch)
+    rows = build.step_rows(plan, trainer, source, micro_batch)
     measure_step(trainer, step, rows, streamed=False, num_microbatches=1, seconds=0.1)
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):

@@ -8,7 +8,7 @@ of one step after it has read them.
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ from maxbatch.batch.row_plan import StepRows
 from maxbatch.core.topology import AXIS_NAMES, Topology
 from maxbatch.data.dataset import Arrays
 from maxbatch.data.loader import train_loader
-from maxbatch.data.placement import RowPlacement
+from maxbatch.data.placement import RowPlacement, WrongRowError
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.training.row_check import first_wrong_row
@@ -59,8 +59,8 @@ def inject(process: int, step: int, fault: str) -> None:
   mock.patch.object(RowPlacement, "stage", stage).start()
 
 
-def steps_of(case: dict[str, Any]) -> Iterator[Rows]:
-  """The rows of the case's steps."""
+def steps_of(case: dict[str, Any]) -> Iterator[Rows | WrongRowError]:
+  """The rows of the case's steps; an error from where this process has found a wrong row on."""
   mesh = make_mesh(Topology(dict(zip(AXIS_NAMES, case["axes"], strict=True))), jax.devices())
   mock.patch.stopall()
   if "fault" in case:
@@ -76,7 +76,12 @@ def steps_of(case: dict[str, Any]) -> Iterator[Rows]:
     worker_count=case["workers"],
     loading=case["loading"],
   ) as loader:
-    yield from loader
+    for _ in case["steps"]:
+      try:
+        rows = next(loader)
+      except WrongRowError as error:
+        rows = error
+      yield rows
 
 
 def main(file: str, port: int, count: int, number: int) -> None:
@@ -88,12 +93,22 @@ def main(file: str, port: int, count: int, number: int) -> None:
   check = jax.jit(first_wrong_row)
   for case in json.loads(pathlib.Path(file).read_text()):
     for rows in steps_of(case):
-      wrong, held = int(check(rows)), {}
-      for name, array in rows._asdict().items():
-        shards = {str(each.index[1].start or 0): each for each in array.addressable_shards}
-        held[name] = {first: each.data.tolist() for first, each in shards.items()}
-      print(json.dumps({"wrong": wrong, "held": held}), flush=True)
+      print(json.dumps(seen_of(rows, check)), flush=True)
   jax.distributed.shutdown()
+
+
+def seen_of(
+  rows: Rows | WrongRowError, check: Callable[[Rows], jax.Array | None]
+) -> dict[str, Any]:
+  """Returns a step's first wrong row, None if it has no checksums, and what is here of the step."""
+  if isinstance(rows, WrongRowError):
+    return {"wrong": rows.place}
+  wrong, held = check(rows), {}
+  for name, array in rows._asdict().items():
+    if array is not None:
+      shards = {str(each.index[1].start or 0): each for each in array.addressable_shards}
+      held[name] = {first: each.data.tolist() for first, each in shards.items()}
+  return {"wrong": None if wrong is None else int(wrong), "held": held}
 
 
 if __name__ == "__main__":

@@ -103,15 +103,23 @@ def test_processes_that_load_for_others_have_the_rows_of_a_single_one(count, tmp
     steps = [StepRows(*step) for step in one["steps"]]
     table = StepTable(steps, one["micro_batch"])
     faulty_step = one["fault"][1] if "fault" in one else None
+    sent = 0 < len(one["loading"]) < count
     for step in range(len(steps)):
       of_processes, lines = lines[0], lines[1:]
       wrong = {said["wrong"] for said in of_processes}
-      if step == faulty_step:
+      if step == faulty_step or (faulty_step is not None and step > faulty_step and not sent):
+        if (
+          not sent
+        ):  # The process that reads them finds it, and stays there; the other has right ones.
+          assert None in wrong
+          wrong.remove(None)
         assert len(wrong) == 1
         assert wrong.pop() < one["micro_batch"], one
         continue
-      assert wrong == {NONE_WRONG}, one
+      assert wrong == {NONE_WRONG if sent else None}, one
       for name, whole in expected_step(one, table, step).items():
+        if name == "checksums" and not sent:
+          continue
         results = [held for said in of_processes for held in said["held"][name].items()]
         columns = np.zeros(one["micro_batch"], int)
         for first, rows in results:

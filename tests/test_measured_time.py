@@ -47,7 +47,7 @@ def made(accumulation: str = "fused", packing: bool = False) -> Made:
   parts = build_trainer(settings, plan, jax.devices())
   source = build_dataset(settings.data, settings.batch.max_target_length).train
   streamed = streams(settings)
-  rows = step_rows(settings, plan, source, plan.micro_batch_to_train)
+  rows = step_rows(plan, parts, source, plan.micro_batch_to_train)
   given = (settings, plan, parts, source, plan.micro_batch_to_train)
   return Made(parts, rows, streamed, functools.partial(compiled_step, *given))
 

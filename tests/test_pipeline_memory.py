@@ -45,7 +45,7 @@ def compiled(
   assert trainer.pipeline is not None
   assert trainer.pipeline.rows == R
   source = build_dataset(settings.data, T).train
-  rows = step_rows(settings, plan, source, plan.micro_batch_to_train)
+  rows = step_rows(plan, trainer, source, plan.micro_batch_to_train)
   lowered = traced_step(trainer, rows).lower()
   capacity = buffer_capacity(trainer.pipeline)
   slots = sum(vars(capacity).values()) * R * T * D * 4

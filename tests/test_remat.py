@@ -135,7 +135,7 @@ def test_the_optimizers_state_is_kept_on_the_host():
   on_host = [leaf for leaf in jax.tree.leaves(state) if is_on_host(leaf)]
   assert len(on_host) == 2 * len(jax.tree.leaves(state.params))
   assert not any(map(is_on_host, jax.tree.leaves(state.params)))
-  rows = step_rows(settings, plan, placeholder_rows(settings), plan.micro_batch_to_train)
+  rows = step_rows(plan, trainer, placeholder_rows(settings), plan.micro_batch_to_train)
   text = traced_step(trainer, rows).lower().as_text()
   placed = collections.Counter(
     re.findall(r'annotate_device_placement.*?"(pinned_host|device)"', text)

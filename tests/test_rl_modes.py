@@ -258,7 +258,7 @@ def test_what_is_timed_is_not_skipped():
   sizes = plan_rl(config, target.layout)
   trained = in_samples(config, sizes)
   trainer = build_policy_trainer(trained, sizes, target.devices)
-  shapes = step_rows(trained, sizes.batch_plan, placeholder_rows(trained), sizes.micro_batch)
+  shapes = step_rows(sizes.batch_plan, trainer, placeholder_rows(trained), sizes.micro_batch)
   assert (synthetic(trainer, shapes).advantages_B != 0).any(-1).all()
 
 

@@ -109,7 +109,7 @@ def of_step(**keys: object) -> StepFlops:
 def traced(of, plan, devices) -> StepFlops:
   trainer = build_trainer(of, plan, devices)
   source = build_dataset(of.data, of.batch.max_target_length).train
-  rows = step_rows(of, plan, source, plan.micro_batch_to_train)
+  rows = step_rows(plan, trainer, source, plan.micro_batch_to_train)
   return step_flops(traced_step(trainer, rows).jaxpr)
 
 

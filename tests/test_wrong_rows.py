@@ -1,7 +1,12 @@
-"""Rows that are swapped, lost, repeated or changed on the way stop the run at the step they are in."""
+"""Rows that are swapped, lost, repeated or changed on the way stop the run at the step they are in.
+
+The host that reads rows finds it before they go to the devices; where rows are sent to other hosts, the
+step does.
+"""
 
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,16 +14,20 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from numbered_rows import NumberedRows
 from processes import small_run
-from support import mesh
+from support import config, mesh
 
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.row_plan import StepRows
+from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.data.dataset import Arrays
 from maxbatch.data.loader import train_loader
-from maxbatch.data.placement import RowPlacement
+from maxbatch.data.placement import RowPlacement, WrongRowError
 from maxbatch.data.reading import ReadOrder
 from maxbatch.data.rows import row_checksums
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
+from maxbatch.training import build
+from maxbatch.training.build import build_trainer, compiled_eval, step_rows, traced_step
 from maxbatch.training.row_check import NONE_WRONG, first_wrong_row
 
 MICRO = 8
@@ -103,34 +112,56 @@ def inject(
   monkeypatch.setattr(RowPlacement, "stage", stage)
 
 
+def in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Rows take their checksums along, as if another host used them."""
+  monkeypatch.setattr(RowPlacement, "sends", True)
+
+
+@pytest.fixture(params=["host", "step"])
+def checker(request, monkeypatch) -> str:
+  """Who checks."""
+  if request.param == "step":
+    in_step(monkeypatch)
+  return request.param
+
+
 def wrong_rows(counts: list[int], capacity: int = 4) -> list[int]:
-  """What the steps find, on 8 devices."""
+  """What is found of each step, on 8 devices, until the host finds something: it does not go on."""
   place = NamedSharding(mesh(4, 2), PartitionSpec(None, ("data", "fsdp")))
   firsts = np.cumsum([0, *counts]) * MICRO
   steps = [StepRows(int(first), k) for first, k in zip(firsts, counts, strict=False)]
   loader = train_loader(
     NumberedRows(), 7, steps, micro_batch=MICRO, capacity=capacity, sharding=place
   )
+  check, found = jax.jit(first_wrong_row), []
   with loader:
-    return [int(result) for result in map(jax.jit(first_wrong_row), loader)]
+    try:
+      for rows in loader:
+        place = check(rows)
+        found.append(NONE_WRONG if place is None else int(place))
+    except WrongRowError as error:
+      found.append(error.place)
+  return found
 
 
-def test_right_rows_are_right():
+def test_right_rows_are_right(checker):
   assert wrong_rows([1, 2, 4, 3]) == [NONE_WRONG] * 4
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_row_is_found(monkeypatch, fault):
+def test_the_row_is_found(monkeypatch, fault, checker):
   inject(monkeypatch, fault, 2)
-  assert wrong_rows([1, 2, 2]) == [NONE_WRONG, 3, NONE_WRONG]
+  after = [NONE_WRONG] if checker == "step" else []
+  assert wrong_rows([1, 2, 2]) == [NONE_WRONG, 3, *after]
 
 
-def test_a_row_where_there_should_be_none_is_found(monkeypatch):
+def test_a_row_where_there_should_be_none_is_found(monkeypatch, checker):
   inject(monkeypatch, fill, 2)
-  assert wrong_rows([1, 2, 2]) == [NONE_WRONG, 3 * MICRO, NONE_WRONG]
+  after = [NONE_WRONG] if checker == "step" else []
+  assert wrong_rows([1, 2, 2]) == [NONE_WRONG, 3 * MICRO, *after]
 
 
-def test_the_first_sample_of_all_may_not_be_lost_either(monkeypatch):
+def test_the_first_sample_of_all_may_not_be_lost_either(monkeypatch, checker):
   """Its id is 0, as are the numbers of a row that was lost."""
 
   def lose_first(arrays: Arrays) -> None:
@@ -171,25 +202,66 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("fault", "keys", "dispatch", "row"), RUNS)
-def test_the_run_stops_at_that_step_and_saves_nothing_of_it(
-  monkeypatch, tmp_path: pathlib.Path, capsys, fault, keys, dispatch, row
+def test_the_step_stops_the_run_and_nothing_of_it_is_saved(
+  monkeypatch, tmp_path, capsys, fault, keys, dispatch, row
 ):
+  in_step(monkeypatch)
   inject(monkeypatch, fault, dispatch)
-  settings = f"{keys} steps=5 checkpoint_period=1 dropout_rate=0.1".split()
-  code = main([*small_run(tmp_path, tmp_path / "text", tmp_path / "cache"), *settings])
+  check_stopped(tmp_path, capsys, f"{keys} checkpoint_period=1", row)
+
+
+KEPT = [(1, "the last good checkpoint is step 2"), (5, "there is no checkpoint")]
+
+
+@pytest.mark.parametrize(("run", "period"), [(RUNS[0], 5), (RUNS[1], 1)])
+def test_the_host_stops_the_run_before_the_step(monkeypatch, tmp_path, capsys, run, period):
+  """The step before is noted, also if nobody has fetched its metrics yet, as no checkpoint was due."""
+  fault, keys, dispatch, row = run
+  inject(monkeypatch, fault, dispatch)
+  check_stopped(tmp_path, capsys, f"{keys} checkpoint_period={period}", row, dict(KEPT)[period])
+
+
+def check_stopped(
+  folder: pathlib.Path, capsys, keys: str, row: int, kept: str = KEPT[0][1]
+) -> None:
+  """Runs with the keys, and looks for the message about this row of step 3 and what is left."""
+  settings = f"{keys} steps=5 dropout_rate=0.1".split()
+  code = main([*small_run(folder, folder / "text", folder / "cache"), *settings])
   sample = 2 * 16 + row
   assert capsys.readouterr().err == (
     f"stopped: step 3: row {row} (sample {sample}), read by host 0 and used by host 0, is not what "
-    "was read: on the way it was swapped, lost, repeated or changed; the last good checkpoint is "
-    "step 2. Nothing of that step is saved\n"
+    f"was read: on the way it was swapped, lost, repeated or changed; {kept}. Nothing of that step is "
+    "saved\n"
   )
   assert code == 5
-  assert [record["step"] for record in read_metrics(tmp_path / "first_run")] == [0, 1, 2]
-  saved = {path.name for path in (tmp_path / "first_run" / "checkpoints").glob("[0-9]*")}
+  assert [record["step"] for record in read_metrics(folder / "first_run")] == [0, 1, 2]
+  saved = {path.name for path in (folder / "first_run" / "checkpoints").glob("[0-9]*")}
   assert saved <= {"1", "2"}
 
 
-def test_a_wrong_row_of_an_evaluation_stops_the_run_too(monkeypatch, tmp_path, capsys):
+def test_a_step_computes_checksums_only_of_rows_that_are_sent(monkeypatch):
+  """The constants of the function that scatters numbers tell whether it does."""
+
+  settings = config(
+    dataset_type="synthetic", base_num_decoder_layers=1, batch_size=16, micro_batch_size=1
+  )
+  plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 8))
+  trainer, source = build_trainer(settings, plan, jax.devices()), placeholder_rows(settings)
+  monkeypatch.setattr(build, "_compiled_eval", lambda trainer, rows: rows)
+
+  def checks() -> tuple[bool, bool]:
+    evaluated: Any = compiled_eval(plan, trainer, source)
+    rows = step_rows(plan, trainer, source, plan.micro_batch_to_train)
+    text = traced_step(trainer, rows).lower().as_text()
+    return "2246822507" in text, evaluated.checksums is not None
+
+  assert checks() == (False, False)
+  in_step(monkeypatch)
+  assert checks() == (True, True)
+
+
+def test_a_wrong_row_of_an_evaluation_stops_the_run_too(monkeypatch, tmp_path, capsys, checker):
+  del checker
   inject(monkeypatch, flip, 4, training=False)
   keys = "batch_size=16 micro_batch_size=1 steps=2 checkpoint_period=1 dropout_rate=0.1"
   given = [*small_run(tmp_path, tmp_path / "text", tmp_path / "cache"), *keys.split()]

@@ -104,7 +104,7 @@ def compile_program(
     DoesNotFitError: the compiler refuses it for its memory.
   """
   began = time.perf_counter()
-  rows = step_rows(config, plan, source, micro_batch)
+  rows = step_rows(plan, trainer, source, micro_batch)
   traced = traced_step(trainer, rows)
   step, text = compiled(traced, config.compile, trainer.compiler_flags)
   return CompiledProgram(

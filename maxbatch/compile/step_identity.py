@@ -99,7 +99,7 @@ def lowered_hash(
   The same in every process and folder: the text has no source locations, and the kernels that it
   embeds are lowered without theirs.
   """
-  rows = step_rows(config, plan, source, micro_batch)
+  rows = step_rows(plan, trainer, source, micro_batch)
   with _without_locations():
     lowered = traced_step(trainer, rows).lower()
   digest = hashlib.sha256(lowered.as_text().encode())

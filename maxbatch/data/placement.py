@@ -4,7 +4,10 @@ Where every process reads the rows of its own devices, `jax.make_array_from_call
 global arrays without sending anything. Where some read for all, each of their devices gets the rows
 that it uses and those that it sends, and one compiled program of collective permutes does the rest.
 All processes must dispatch it in the same order as their other programs, so it is left to the
-thread that dispatches those: `stage` can run in any thread, `finish` cannot.
+thread that dispatches those: `stage` can run in any thread, what it returns cannot.
+
+Rows that are sent take their checksums along, for the step to check. Others are checked here, right
+before they go to the devices.
 
 B rows of a microbatch, b of a block, T tokens per row, C the capacity of a step's array in
 microbatches, K those that are sent; W the 32-bit numbers of a row: all its arrays, one after the
@@ -26,13 +29,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxbatch.batch.host_loads import Redistribution, Rounds, redistribution
 from maxbatch.batch.row_plan import columns_of_blocks
 from maxbatch.data.dataset import Arrays
-from maxbatch.data.rows import TOKEN_FIELDS, Rows
+from maxbatch.data.rows import TOKEN_FIELDS, Rows, row_checksums
+from maxbatch.errors import RowsError
 
-CARRIED = (*TOKEN_FIELDS, "checksums")
-"""What travels of a row. Its place in the global array says which sample it is."""
+CHECKSUMS = "checksums"
 
 Staged = Callable[[], Rows]
 """Dispatches what is left to do, and returns the rows."""
+
+
+class WrongRowError(RowsError):
+  """A row is not what was read for its sample."""
+
+  def __init__(self, place: int):
+    """Takes the `place` m·B + b of the first such row."""
+    super().__init__(f"row {place} is not what was read")
+    self.place = place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +68,11 @@ class RowPlacement:
     columns = [range(*indices[d][self.row_dim].indices(self.num_rows)) for d in devices]
     blocks = [one.start // len(one) for one in columns]
     return redistribution(list(map(self.process_of, devices)), blocks, self.loading)
+
+  @property
+  def sends(self) -> bool:
+    """Whether rows are handed from one process to another."""
+    return bool(self.plan.rounds)
 
   @property
   def _mesh(self) -> Mesh:
@@ -89,11 +106,18 @@ class RowPlacement:
     Args:
       read: by process, its rows [K, R, …] in the order of `columns`: those of this process.
       ids: int32[C, B]: the sample of every row of the global array, −1 where there is none.
+
+    Raises:
+      WrongRowError: a row of this process, which nobody else needs, is not what was read for its sample.
     """
     size = self._block_size
     placed = self._global(ids.shape, lambda block: ids[:, block * size : (block + 1) * size])
     one = next(iter(read.values()))
-    names = [name for name in CARRIED if name in one]
+    names = [name for name in TOKEN_FIELDS if name in one]
+    if self.sends:
+      names.append(CHECKSUMS)
+    else:
+      self._check(read, ids)
     if self.plan.rounds:
       records = {process: _packed(names, arrays) for process, arrays in read.items()}
       sent = self._slots(records)
@@ -104,6 +128,16 @@ class RowPlacement:
       return lambda: Rows(**program(sent), sample_ids=placed)
     arrays = {name: self._joined({p: rows[name] for p, rows in read.items()}) for name in names}
     return lambda: Rows(**arrays, sample_ids=placed)
+
+  def _check(self, read: Mapping[int, Arrays], ids: np.ndarray) -> None:
+    for process, arrays in read.items():
+      columns = self.columns(process)
+      # One microbatch after the other: the products of a step's numbers would take its memory again.
+      for microbatch, ids_B in enumerate(ids[:, columns]):
+        rows = {name: array[microbatch] for name, array in arrays.items()}
+        wrong = row_checksums(rows, ids_B) != rows[CHECKSUMS]
+        if wrong.any():
+          raise WrongRowError(microbatch * self.num_rows + int(columns[wrong.argmax()]))
 
   @functools.cached_property
   def _block_size(self) -> int:

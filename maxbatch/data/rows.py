@@ -35,8 +35,8 @@ class Rows(NamedTuple):
   positions: jax.Array | None = None
   """int32[..., B, T]: position inside the segment; None: 0 … T−1."""
   checksums: jax.Array | None = None
-  """uint32[..., B]: of each row as it was read, for its sample (data/rows.py); None: no loader
-  made the rows."""
+  """uint32[..., B]: of each row as it was read, for its sample; None: the rows were checked on the
+  host that has read them, or no loader made them."""
 
 
 Numbers = TypeVar("Numbers", np.ndarray, jax.Array)

@@ -90,11 +90,11 @@ def _check_prepared(prepared: Prepared, passed: Passed) -> None:
 
 def _traced(resolved: ResolvedRun, source: RowSource) -> str:
   """Traces the training step for every microbatch of the run."""
-  config, plan = resolved.config, resolved.plan
+  plan = resolved.plan
 
   def trace(micro_batch: int) -> None:
-    rows = step_rows(config, plan, source, micro_batch)
-    traced_step(build(resolved, keep=False), rows)
+    trainer = build(resolved, keep=False)
+    traced_step(trainer, step_rows(plan, trainer, source, micro_batch))
 
   for micro_batch in plan.micro_batches:
     jax.eval_shape(functools.partial(trace, micro_batch))

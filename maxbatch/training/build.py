@@ -18,7 +18,7 @@ from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.core.topology import Topology
 from maxbatch.data.dataset import Dataset, RowSource, SourceRows
 from maxbatch.data.loader import ChainedLoader, EvalRows, Loader, eval_loader, train_loader
-from maxbatch.data.placement import RowPlacement
+from maxbatch.data.placement import CHECKSUMS, RowPlacement
 from maxbatch.data.reading import read_ahead
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.rows import Rows
@@ -258,9 +258,10 @@ def parameter_counts(model: Model) -> str:
   return f"{counted}, of which {sum(leaf.size for leaf in jax.tree.leaves(trained)):,} train"
 
 
-def step_rows(config: Config, plan: BatchPlan, source: RowSource, micro_batch: int) -> Rows:
+def step_rows(plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int) -> Rows:
   """Returns the shapes of the rows in the steps of phases of `micro_batch`."""
-  return _shapes(source, (1 if streams(config) else plan.microbatch_capacity, micro_batch))
+  leading = 1 if trainer.streamed else plan.microbatch_capacity, micro_batch
+  return _shapes(source, leading, _row_placement(trainer, plan, micro_batch))
 
 
 def traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
@@ -284,7 +285,7 @@ def compiled_step(
   """Compiles the training step for exactly the arrays that phases of `micro_batch` have."""
   # What is saved must come from the compiler itself.
   compiled = _compiled_step.__wrapped__ if config.compile.save_compiled_step else _compiled_step
-  return compiled(trainer, step_rows(config, plan, source, micro_batch))
+  return compiled(trainer, step_rows(plan, trainer, source, micro_batch))
 
 
 @functools.lru_cache(_KEPT)
@@ -295,7 +296,9 @@ def _compiled_step(trainer: Trainer, rows: Rows) -> Step:
 
 def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalStep:
   """Compiles the evaluation of one batch."""
-  return _compiled_eval(trainer, _shapes(source, (plan.eval_batch,)))
+  return _compiled_eval(
+    trainer, _shapes(source, (plan.eval_batch,), _row_placement(trainer, plan, plan.eval_batch))
+  )
 
 
 @functools.lru_cache(_KEPT)
@@ -304,10 +307,11 @@ def _compiled_eval(trainer: Trainer, rows: Rows) -> EvalStep:
   return lowered.compile(trainer.compiler_flags.options)
 
 
-def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:
+def _shapes(source: RowSource, leading: tuple[int, ...], place: RowPlacement) -> Rows:
   """Returns what a loader of `source` yields, without reading a row."""
-  one = source.rows(np.zeros(0, np.int64))
-  one |= {"sample_ids": np.zeros(0, np.int32), "checksums": np.zeros(0, np.uint32)}
+  one = source.rows(np.zeros(0, np.int64)) | {"sample_ids": np.zeros(0, np.int32)}
+  if place.sends:
+    one[CHECKSUMS] = np.zeros(0, np.uint32)
   fields: dict[str, Any] = {
     name: jax.ShapeDtypeStruct(leading + x.shape[1:], x.dtype) for name, x in one.items()
   }
@@ -349,11 +353,16 @@ def row_hosts(trainer: Trainer, plan: BatchPlan) -> Callable[[int, int], str]:
   """Says, of a microbatch size and a column of such microbatches, which hosts its rows pass through."""
 
   def hosts(micro_batch: int, column: int) -> str:
-    place = sharding((None, "batch"), (1, micro_batch), trainer.mesh)
-    loading = loading_hosts(plan, num_processes(trainer.mesh))
-    return RowPlacement(place, row_dim=1, num_rows=micro_batch, loading=loading).hosts(column)
+    return _row_placement(trainer, plan, micro_batch).hosts(column)
 
   return hosts
+
+
+def _row_placement(trainer: Trainer, plan: BatchPlan, micro_batch: int) -> RowPlacement:
+  """Returns how the rows of microbatches of this size come to their devices."""
+  place = sharding((None, "batch"), (1, micro_batch), trainer.mesh)
+  loading = loading_hosts(plan, num_processes(trainer.mesh))
+  return RowPlacement(place, row_dim=1, num_rows=micro_batch, loading=loading)
 
 
 def eval_rows(

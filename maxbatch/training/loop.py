@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from maxbatch.command_line.signals import StopSignals
-from maxbatch.core.phases import Phase
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.loader import EvalRows
+from maxbatch.data.placement import WrongRowError
 from maxbatch.errors import RowsError, TrainingDivergedError
 from maxbatch.hardware.memory import host_peak_bytes
 from maxbatch.models.registry import Parameters
@@ -75,7 +75,12 @@ def _train_until_change(
   with job.train_rows(plan, position) as loader:
     while not ending and plan is job.plan:
       rate = job.learning_rate(position)
-      state, metrics = _dispatch(job, state, loader, position, rate, stop)
+      try:
+        state, metrics = _dispatch(job, state, loader, position, rate, stop)
+      except RowsError:
+        if pending:
+          _note(job, _fetch(job, pending, clock, stop))
+        raise
       before, position = position, plan.advance(position)
       job.hooks.publish(position, state.parameters)
       if pending:
@@ -108,22 +113,31 @@ def _dispatch(
   rate: float,
   stop: StopSignals,
 ) -> tuple[TrainState, StepMetrics]:
-  """Sends one whole step to the devices."""
+  """Sends one whole step to the devices.
+
+  Raises:
+    RowsError: a row of it is not what was read for it.
+  """
   phase, learning_rate = job.plan.phase_at(position.samples), np.float32(rate)
   programs = job.programs
   if job.noise is not None:
     programs = job.noise.programs_at(position.step, programs)
     state = job.noise.ready(position.step, state)
   step, mesh = programs(phase.micro_batch), job.trainer.mesh
+  wrong = []
 
   def dispatch(state: TrainState, heard: bool) -> tuple[TrainState, StepMetrics]:
     flags = stop_flags(mesh, heard)
-    inputs = next(loader), job.trainer.microbatches(phase.num_microbatches), learning_rate
+    try:
+      rows = next(loader)
+    except WrongRowError as error:
+      _check_rows(job, position, [*wrong, error.place])
+      raise
+    inputs = rows, job.trainer.microbatches(phase.num_microbatches), learning_rate
     state, metrics = step(state, *inputs, *(() if flags is None else (flags,)))
     job.hooks.dispatched(metrics)
     return state, metrics
 
-  wrong = []
   for _ in range(phase.num_microbatches - 1 if job.trainer.streamed else 0):
     state, metrics = dispatch(state, heard=False)
     wrong.append(metrics.wrong_row)
@@ -148,7 +162,7 @@ def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Reco
   loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
   seconds, plan, position = clock.lap(), job.plan, pending.position
   phase = plan.phase_at(pending.before.samples)
-  _check_rows(job, pending, metrics, phase)
+  _check_rows(job, pending.before, jax.tree.leaves(metrics.wrong_row))
   scaling = metrics.scaling
   is_skipped = scaling is not None and bool(scaling.is_skipped)
   if scaling is not None and job.trainer.loss_scaling is not None and is_skipped:
@@ -183,12 +197,12 @@ def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Reco
   )
 
 
-def _check_rows(job: Job, pending: _Pending, metrics: StepMetrics, phase: Phase) -> None:
+def _check_rows(job: Job, before: Position, wrong: Sequence[int | None]) -> None:
   """Raises RowsError, with what is saved, if a row of the step is not what was read for it."""
-  wrong, first = jax.tree.leaves(metrics.wrong_row), pending.before.samples
-  hosts = functools.partial(job.row_hosts, phase.micro_batch)
+  size, first = job.plan.phase_at(before.samples).micro_batch, before.samples
+  hosts = functools.partial(job.row_hosts, size)
   try:
-    check_rows(wrong, f"step {pending.position.step}", first, phase.micro_batch, hosts)
+    check_rows(wrong, f"step {before.step + 1}", first, size, hosts)
   except RowsError as error:
     raise RowsError(f"{error}; {_last_good(job)}. Nothing of that step is saved") from None
 
@@ -284,11 +298,14 @@ def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
     # Each is fetched before the next begins: simulated devices have threads for two programs under
     # way (hardware/devices.py), and the other may be reading a checkpoint back.
     sums, wrong = [], []
-    for batch in batches:
-      result = jax.device_get(job.evaluation.step(params, batch))
-      sums.append(result._replace(wrong_row=None))
-      wrong.append(result.wrong_row)
-      job.outputs.feed_watchdog()
+    try:
+      for batch in batches:
+        result = jax.device_get(job.evaluation.step(params, batch))
+        sums.append(result._replace(wrong_row=None))
+        wrong.append(result.wrong_row)
+        job.outputs.feed_watchdog()
+    except WrongRowError as error:
+      wrong.append(error.place)
   of_source = f" of {rows.name}" if rows.name else ""
   _check_eval_rows(job, f"validation{of_source}", wrong)
   total = jax.tree.map(lambda *each: sum(map(float, each)), *sums)
@@ -301,7 +318,7 @@ def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
   return {"loss": loss} | {name: float(value) for name, value in metrics.items()}
 
 
-def _check_eval_rows(job: Job, where: str, wrong: Sequence[int]) -> None:
+def _check_eval_rows(job: Job, where: str, wrong: Sequence[int | None]) -> None:
   """Raises RowsError, with what is saved, if a row of an evaluation is not what was read for it."""
   size = job.plan.eval_batch
   try:

@@ -2,8 +2,7 @@
 
 The place of a row in the step's array says, by the plan, which sample it is; its checksum says which
 sample was read, and with which tokens. So rows that were swapped, lost, repeated or changed between
-the file and the device show in the very step that trains on them, for a sum over integers that the
-step holds anyway.
+the file and the device show in the very step that trains on them.
 
 k microbatches, B rows of a microbatch over all devices, T tokens.
 """
@@ -24,7 +23,8 @@ NONE_WRONG = np.iinfo(np.int32).max
 def first_wrong_row(rows: Rows) -> jax.Array | None:
   """Returns the place m·B + b of the first row that is not what was read for its sample, as int32.
 
-  NONE_WRONG if all are right; None if no loader made the rows, so that nothing is known of them.
+  NONE_WRONG if all are right; None without checksums: the host that has read the rows checks them, if no
+  other gets them (data/placement.py), or no loader made them, so that nothing is known of them.
   Microbatches (k, B, T) beyond the step's are zeros; rows may also be a batch (B, T).
   """
   if rows.checksums is None:
@@ -36,12 +36,17 @@ def first_wrong_row(rows: Rows) -> jax.Array | None:
 
 
 def check_rows(
-  wrong: Sequence[int], where: str, first_sample: int, micro_batch: int, hosts: Callable[[int], str]
+  wrong: Sequence[int | None],
+  where: str,
+  first_sample: int,
+  micro_batch: int,
+  hosts: Callable[[int], str],
 ) -> None:
   """Checks what the dispatches of a step found, or the batches of an evaluation.
 
   Args:
-    wrong: `first_wrong_row` of each dispatch, one if the step is fused, else one per microbatch.
+    wrong: `first_wrong_row` of each dispatch, one if the step is fused, else one per microbatch; or
+      what the host has found.
     where: `step 3` or `validation`, for the message.
     first_sample: of the step.
     micro_batch: rows of a microbatch.
@@ -51,7 +56,7 @@ def check_rows(
     RowsError: a row is not what was read for its sample.
   """
   for dispatch, place in enumerate(wrong):
-    if place != NONE_WRONG:
+    if place is not None and place != NONE_WRONG:
       row, column = row_of_step(dispatch, place, micro_batch)
       raise RowsError(
         f"{where}: row {row} (sample {first_sample + row}), {hosts(column)}, is not "
