@@ -62,10 +62,10 @@ def _speed(config: Config, size: Candidate, prober: Prober, seconds: float) -> f
     program.step,
     program.rows,
     streamed=False,
-    num_microbatches=size.gradient_accumulation_steps,
+    num_microbatches=size.num_microbatches,
     seconds=seconds,
   )
-  passes = size.gradient_accumulation_steps * timing.seconds_per_microbatch
+  passes = size.num_microbatches * timing.seconds_per_microbatch
   return size.batch / (timing.seconds_rest + passes)
 
 

@@ -29,7 +29,7 @@ def keep_batch(
     UserError: the batch does not divide over these devices, or not as the keys ask.
   """
   given, batch = given_sizes(config), saved.get("global_batch_to_train")
-  divisions = (given.per_device, given.gradient_accumulation_steps)
+  divisions = (given.per_device, given.num_microbatches)
   is_given = given.batch or any(size and size.key in changed for size in divisions)
   # A microbatch that is to be chosen has no size yet, and its choice must not change the batch.
   is_open = config.micro_batch_size == "auto" or isinstance(config.micro_batch_size, Explore)
@@ -39,7 +39,7 @@ def keep_batch(
     if not is_open and solve(given, topology).batch == batch:
       return config
     kept = dataclasses.replace(config, batch_size=batch)
-    if is_open and given.gradient_accumulation_steps:
+    if is_open and given.num_microbatches:
       # Batch and number of microbatches give the size that was to be chosen.
       kept = dataclasses.replace(kept, micro_batch_size=Fraction(-1))
     solve(given_sizes(kept), topology)

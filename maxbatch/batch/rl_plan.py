@@ -58,7 +58,7 @@ class RLPlan:
   @property
   def num_microbatches(self) -> int:
     """Microbatches of a step."""
-    return self.batch_plan.gradient_accumulation_steps
+    return self.batch_plan.num_microbatches
 
   @property
   def prompts_per_microbatch(self) -> int:
@@ -299,7 +299,7 @@ def plan_rl(config: Config, training: Topology) -> RLPlan:
     unit=given.batch_unit(topology) // rl.num_generations,
     assigned=lambda count: given.batch.assigned(count * rl.num_generations),
   )
-  samples = _sized(batch, sizes.batch, sizes.gradient_accumulation_steps)
+  samples = _sized(batch, sizes.batch, sizes.num_microbatches)
   return RLPlan(
     batch_plan=plan_batches(samples, config.run, training),
     topology=topology,

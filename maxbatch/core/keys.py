@@ -71,7 +71,7 @@ class BatchKeys:
         *_if_set("per_device_batch_size", self.per_device_batch_size),
         *([] if none else _if_set("micro_batch_size", Fraction(self.micro_batch_size))),
       ),
-      gradient_accumulation_steps=single_value(
+      num_microbatches=single_value(
         *_if_set("gradient_accumulation_steps", self.gradient_accumulation_steps),
         *([GivenSize("micro_batch_size", Fraction(1), word="none")] if none else []),
       ),
@@ -108,7 +108,7 @@ class GivenSizes:
 
   batch: GivenSize | None
   per_device: GivenSize | None
-  gradient_accumulation_steps: GivenSize | None
+  num_microbatches: GivenSize | None
 
 
 def _if_set(key: str, value: Fraction | int, scale: int = 1) -> list[GivenSize]:

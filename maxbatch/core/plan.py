@@ -81,6 +81,11 @@ class BatchPlan:
   """Whether the run's batch is the schedule's first; for a ramp-up it is the last."""
 
   @property
+  def num_microbatches(self) -> int:
+    """Microbatches of a step: gradient_accumulation_steps."""
+    return self.gradient_accumulation_steps
+
+  @property
   def tokens_per_step(self) -> int:
     """Tokens in one optimizer update, padding included."""
     return self.tokens(self.global_batch_to_train)

@@ -156,7 +156,7 @@ def constant(inputs: ScheduleInputs) -> PhaseStarts:
 def rampup(inputs: ScheduleInputs) -> PhaseStarts:
   """Ramps up as MaxText does: per_device_batch_size_start, …_increment and global_rampup_samples."""
   given, sizes = inputs.keys, inputs.sizes
-  per_size = inputs.topology.num_devices * sizes.gradient_accumulation_steps
+  per_size = inputs.topology.num_devices * sizes.num_microbatches
   start = Fraction(given.per_device_batch_size_start)
   increment = Fraction(given.per_device_batch_size_increment)
   target = Fraction(sizes.batch, per_size)

@@ -48,12 +48,12 @@ class Sizes:
   """The solution: samples of one microbatch on all devices, and microbatches per step."""
 
   micro_batch: int
-  gradient_accumulation_steps: int
+  num_microbatches: int
 
   @property
   def batch(self) -> int:
     """Samples of one step."""
-    return self.micro_batch * self.gradient_accumulation_steps
+    return self.micro_batch * self.num_microbatches
 
 
 def solve(given: GivenSizes, topology: Topology) -> Sizes:
@@ -72,11 +72,11 @@ def solve(given: GivenSizes, topology: Topology) -> Sizes:
   if sizes.batch > MOST_SAMPLES:
     smaller = [
       *([given.per_device.assigned(DEFAULT_PER_DEVICE_BATCH_SIZE)] if given.per_device else []),
-      *(["gradient_accumulation_steps=1"] if given.gradient_accumulation_steps else []),
+      *(["gradient_accumulation_steps=1"] if given.num_microbatches else []),
     ]
     raise UserError(
       f"{topology.num_devices} devices × {text(Fraction(sizes.micro_batch, topology.num_devices))} "
-      f"samples × gradient_accumulation_steps={sizes.gradient_accumulation_steps} are "
+      f"samples × gradient_accumulation_steps={sizes.num_microbatches} are "
       f"{sizes.batch} samples per step, of which there can be {MOST_SAMPLES:,}; for example "
       f"{' '.join(smaller)}"
     )
@@ -85,7 +85,7 @@ def solve(given: GivenSizes, topology: Topology) -> Sizes:
 
 def _solved(given: GivenSizes, topology: Topology) -> Sizes:
   """Returns the sizes, however large."""
-  batch, per_device, accumulation = given.batch, given.per_device, given.gradient_accumulation_steps
+  batch, per_device, accumulation = given.batch, given.per_device, given.num_microbatches
   if batch is None:
     default = GivenSize("per_device_batch_size", DEFAULT_PER_DEVICE_BATCH_SIZE)
     micro_batch = whole_micro_batch(per_device or default, topology)
@@ -117,15 +117,11 @@ def solve_num_devices(given: GivenSizes) -> int:
       "num_devices=-1 is derived from the batch and the per-device size, which must both be given; "
       "for example batch_size=512 micro_batch_size=64"
     )
-  each = given.per_device.size * (
-    given.gradient_accumulation_steps.size if given.gradient_accumulation_steps else 1
-  )
+  each = given.per_device.size * (given.num_microbatches.size if given.num_microbatches else 1)
   devices = given.batch.size / each if each else Fraction(0)
   if devices.denominator == 1 and devices > 0:
     return int(devices)
-  accumulation = (
-    f" × {given.gradient_accumulation_steps}" if given.gradient_accumulation_steps else ""
-  )
+  accumulation = f" × {given.num_microbatches}" if given.num_microbatches else ""
   nearest = [
     given.batch.assigned(size * each) for size in _integers_around(devices) if size * each > 0
   ]

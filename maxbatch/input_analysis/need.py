@@ -114,7 +114,7 @@ def measured(config: Config, plan: BatchPlan, target: Target, seconds: float) ->
   trainer = build_trainer(config, plan, target.devices)
   micro_batch = plan.micro_batch_to_train
   program = compile_program(config, plan, trainer, placeholder_rows(config), micro_batch)
-  count = plan.gradient_accumulation_steps
+  count = plan.num_microbatches
   timing = measure_step(
     trainer,
     program.step,

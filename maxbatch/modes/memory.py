@@ -120,6 +120,6 @@ def _check_batch(config: Config, plan: BatchPlan, free: float, capacity: float) 
       smaller = f"at most {fitting} fit" if fitting else "fewer gradient accumulation steps may"
       raise UserError(
         f"{key}={text(size)}: a device needs at least {gib(needed)} for the rows of "
-        f"{plan.gradient_accumulation_steps:,} gradient accumulation steps and for what one layer "
+        f"{plan.num_microbatches:,} gradient accumulation steps and for what one layer "
         f"computes, beside the state, and has {gib(capacity)}; {smaller}"
       )

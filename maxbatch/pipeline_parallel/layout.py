@@ -108,10 +108,7 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
   num_pipeline_microbatches, choices = _num_pipeline_microbatches(
     config, schedule, plan, TimetableShape(stages, 1, repeats, forwarding_delay)
   )
-  num_microbatches, streamed = (
-    plan.gradient_accumulation_steps,
-    config.batch.accumulation == "streamed",
-  )
+  num_microbatches, streamed = plan.num_microbatches, config.batch.accumulation == "streamed"
   most = 1 if streamed else max(point.num_microbatches for point in plan.schedule.points)
   cells = most * num_pipeline_microbatches * stages * repeats
   if cells > _MOST_CELLS:
@@ -289,7 +286,7 @@ def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys
   micro, total = plan.micro_batch_to_train, plan.global_batch_to_train
   if total % (needed * groups) == 0:
     most = total // (needed * groups)
-    for num_microbatches in nearest_divisors(most, Fraction(plan.gradient_accumulation_steps)):
+    for num_microbatches in nearest_divisors(most, Fraction(plan.num_microbatches)):
       yield {"gradient_accumulation_steps": num_microbatches}
   key = "per_device_batch_size" if batch.micro_batch_size == -1 else "micro_batch_size"
   for samples in nearest_multiples(needed * groups, Fraction(micro)):
@@ -308,7 +305,7 @@ def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys
     ("global_batch_to_train", batch.global_batch_to_train, 1),
     ("tokens_per_step", batch.tokens_per_step, batch.max_target_length),
   )
-  step_unit = plan.gradient_accumulation_steps * unit
+  step_unit = plan.num_microbatches * unit
   for name, value, scale in given:
     if value != -1:
       for samples in nearest_multiples(step_unit, Fraction(total)):

@@ -56,7 +56,7 @@ def rl_sizes_of(config: Config, training: Topology) -> tuple[RLCandidate, ...]:
   allowed = [
     RLCandidate(
       per_device=plan.batch_plan.per_device(plan.micro_batch),
-      gradient_accumulation_steps=plan.num_microbatches,
+      num_microbatches=plan.num_microbatches,
       micro_batch=plan.micro_batch,
       batch=plan.completions_per_step,
       max_target_length=plan.batch_plan.max_target_length,

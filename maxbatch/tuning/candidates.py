@@ -37,7 +37,7 @@ class Candidate:
 
   per_device: Fraction
   """Samples of one microbatch on one device."""
-  gradient_accumulation_steps: int
+  num_microbatches: int
   """Microbatches per step."""
   micro_batch: int
   """Samples of one microbatch on all devices."""
@@ -198,10 +198,10 @@ def _check_open(batch: BatchConfig, given: GivenSizes) -> None:
       f"{given.per_device} already gives the size that {asked(batch)} is to choose; keep one of "
       f"them, for example with {given.per_device.key}=-1"
     )
-  if given.batch and given.gradient_accumulation_steps:
+  if given.batch and given.num_microbatches:
     raise UserError(
-      f"{given.batch} with {given.gradient_accumulation_steps} already gives the size that {asked(batch)} is to choose; "
-      f"keep two of the three, for example with {given.gradient_accumulation_steps.key}=-1"
+      f"{given.batch} with {given.num_microbatches} already gives the size that {asked(batch)} is to choose; "
+      f"keep two of the three, for example with {given.num_microbatches.key}=-1"
     )
 
 
@@ -243,7 +243,7 @@ def _with_a_plan(
     result.append(
       Candidate(
         per_device=size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        num_microbatches=plan.num_microbatches,
         micro_batch=plan.micro_batch_to_train,
         batch=plan.global_batch_to_train,
         max_target_length=plan.max_target_length,

@@ -220,7 +220,7 @@ def _step_time(one: Tried) -> str:
 
 def _start_of_row(candidate: Candidate) -> tuple[str, str]:
   variant = f" {candidate.variant}" if candidate.variant else ""
-  return text(candidate.size) + variant, f"{candidate.gradient_accumulation_steps:,}"
+  return text(candidate.size) + variant, f"{candidate.num_microbatches:,}"
 
 
 def with_variants(

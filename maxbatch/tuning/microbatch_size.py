@@ -189,7 +189,7 @@ def what_it_depends_on(
   return {
     "lowered": (lowered or _lowered)(sizes[0].applied_to(config) if sizes else config, place),
     "batch": to_flat_dict(config.batch),
-    "sizes": [[text(one.size), one.gradient_accumulation_steps, one.batch] for one in sizes],
+    "sizes": [[text(one.size), one.num_microbatches, one.batch] for one in sizes],
     "mesh": {
       "ici": list(place.layout.ici.values()),
       "dcn": list(place.layout.dcn.values()),

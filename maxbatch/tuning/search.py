@@ -107,7 +107,7 @@ class Tried:
   @property
   def step_seconds(self) -> float | None:
     """Time of one step at this candidate's number of microbatches."""
-    return self.probe.step_seconds(self.candidate.gradient_accumulation_steps)
+    return self.probe.step_seconds(self.candidate.num_microbatches)
 
   @property
   def samples_per_second(self) -> float:
@@ -134,7 +134,7 @@ class Tried:
     }
     return {
       "micro_batch_size": self.size,
-      "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+      "gradient_accumulation_steps": candidate.num_microbatches,
       "peak_bytes": probe.peak_bytes,
       "capacity_bytes": probe.capacity_bytes,
       "fits": probe.fits,

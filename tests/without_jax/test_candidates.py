@@ -77,7 +77,7 @@ def test_an_open_batch_follows_from_powers_of_two():
   open_batch = found(devices(4), gradient_accumulation_steps=3)
   assert [one.per_device for one in open_batch] == [1, 2, 4, 8, 16, 32, 64, 128]
   assert [one.batch for one in open_batch][:3] == [12, 24, 48]
-  assert {one.gradient_accumulation_steps for one in open_batch} == {3}
+  assert {one.num_microbatches for one in open_batch} == {3}
   assert sizes(devices(4), max_target_length=1 << 20) == [1, 2]
 
 
