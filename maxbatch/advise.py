@@ -139,7 +139,8 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
   _check_options(own)
   if own.completions:
     raise UserError(
-      f"completions={own.completions} are those of reinforcement learning, which num_generations asks for; for "
+      f"completions={own.completions} apply to reinforcement learning, which num_generations "
+      "turns on; for "
       "example num_generations=8"
     )
   advice, planned = _answer(config, keys, own)
@@ -164,7 +165,7 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
 def _check_options(own: AdviseArguments) -> None:
   if own.json and (own.explain or own.explore):
     raise UserError(
-      "--json has every rule in it, and is printed before anything is compiled; leave out --explain "
+      "--json includes every rule and is printed before anything is compiled; leave out --explain "
       "and --explore"
     )
 
@@ -173,7 +174,7 @@ def _advise_post_training(arguments: Arguments[AdviseArguments], config: Config)
   own, keys = arguments.own, arguments.configuration
   if own.explain or own.explore or own.plot:
     raise UserError(
-      "--explain, --explore and --plot are of the batch of supervised training; leave them out, or "
+      "--explain, --explore and --plot apply to supervised training; leave them out, or "
       "num_generations=-1"
     )
   advice = advise_post_training(config, own.completions, _place(config), own.from_run)

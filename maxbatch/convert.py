@@ -42,7 +42,8 @@ class ConvertArguments:
     str,
     FileName(),
     Key(
-      "of to_hf and to_peft: a step of config's run, or the folder of a run or of a step; else the newest",
+      "of to_hf and to_peft: a step of config's run, or the folder of a run or of a step; else "
+      "the newest",
       "checkpoint=runs/qwen",
     ),
   ] = ""
@@ -84,7 +85,8 @@ def _convert(arguments: Arguments[ConvertArguments]) -> None:
   began, own = time.perf_counter(), arguments.own
   if sum(map(bool, (own.from_hf, own.to_hf, own.to_peft))) != 1:
     raise UserError(
-      "give one of from_hf, to_hf and to_peft, for example from_hf=Qwen/Qwen3-0.6B run_name=qwen, or "
+      "give one of from_hf, to_hf and to_peft, for example from_hf=Qwen/Qwen3-0.6B run_name=qwen, "
+      "or "
       "to_hf=my_model checkpoint=runs/qwen"
     )
   made = _to_run(arguments) if own.from_hf else _to_folder(arguments)
@@ -145,7 +147,7 @@ def _to_folder(arguments: Arguments[ConvertArguments]) -> Converted:
 def _refuse(own: ConvertArguments, direction: str, others: Sequence[str]) -> None:
   values = dataclasses.asdict(own)
   if given := [f"{name}={values[name]}" for name in others if values[name]]:
-    raise UserError(f"{given[0]} means nothing with {direction}; leave it out")
+    raise UserError(f"{given[0]} has no effect with {direction}; leave it out")
 
 
 if __name__ == "__main__":

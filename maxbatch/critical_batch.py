@@ -204,7 +204,9 @@ def _factors(given: str) -> tuple[Fraction, ...]:
     try:
       factors.append(exact_number(word))
     except ValueError:
-      raise UserError(f"factors={shown(given)}: {shown(word)!r} is no number; {example}") from None
+      raise UserError(
+        f"factors={shown(given)}: {shown(word)!r} is not a number; {example}"
+      ) from None
   if min(factors) <= 0:
     raise UserError(f"factors={shown(given)}: {text(min(factors))} must be more than 0; {example}")
   if len(set(factors)) < max(2, len(factors)):
@@ -222,7 +224,8 @@ def _prepare(request: Request) -> Experiment:
   if jax.process_count() > 1:
     raise shared_error(
       f"critical_batch trains and compares its branches in one process, and {jax.process_count()} "
-      "have joined; start it on one host, with skip_jax_distributed_system=true. Where the model needs "
+      "have joined; start it on one host, with skip_jax_distributed_system=true. Where the model "
+      "needs "
       "more, train each branch on all of them as a run of its own, from a copy of the checkpoint "
       "(docs/critical_batch.md)"
     )

@@ -74,7 +74,7 @@ def run_folders(given: Sequence[str]) -> list[Path]:
     path = Path(one).expanduser()
     if path.is_dir():
       if not is_run(path):
-        raise UserError(f"{one}: that is no run's folder; {_EXAMPLE}")
+        raise UserError(f"{one}: that is not a run's folder; {_EXAMPLE}")
       results[path] = None
       continue
     matching = [Path(name) for name in sorted(glob.glob(str(path)))]

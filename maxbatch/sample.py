@@ -166,8 +166,9 @@ def _sample(arguments: Arguments[SampleArguments]) -> None:
     config = read(folder, rest)
     if config.compile.compile_topology:
       raise UserError(
-        f"compile_topology={config.compile.compile_topology}: these devices are not here, and write "
-        "nothing; leave it out"
+        f"compile_topology={config.compile.compile_topology}: texts are not written on devices "
+        "that "
+        "are not here; leave it out"
       )
     with started(config, leaves_files=False):
       job = _prepare(own, config, open_source("checkpoint", folder))
@@ -187,7 +188,8 @@ def _check(own: SampleArguments, rest: Sequence[str]) -> None:
   prompts = [argument for argument in rest if argument.startswith("prompt=")]
   if own.prompts_file and prompts:
     raise UserError(
-      f"{shown(prompts[-1])} and prompts_file={own.prompts_file}: one of them says what texts begin "
+      f"{shown(prompts[-1])} and prompts_file={own.prompts_file}: one of them says what texts "
+      "begin "
       "with; leave out the other"
     )
   if own.output:

@@ -254,7 +254,7 @@ def test_the_curve_of_branches_says_what_twice_the_data_is(capsys, folder):
 
 def test_a_run_that_measured_nothing_is_refused(capsys, folder):
   write_run(folder)
-  assert "has measured no noise scale" in refusal(capsys, *LLAMA, "from_run=runs/small")
+  assert "has measured neither noise scale nor" in refusal(capsys, *LLAMA, "from_run=runs/small")
   assert "there is no run" in refusal(capsys, *LLAMA, "from_run=runs/none")
   (folder / "runs" / "small-critical_batch" / "step-1").mkdir(parents=True)
   (folder / "runs" / "small-critical_batch" / "step-1" / "critical_batch.json").write_text("{}")
@@ -269,7 +269,7 @@ def test_mistakes_are_refused_with_what_works(capsys, folder):
   assert "no split fits" in large
   assert "take more devices" in large
   (folder / "mine.yml").write_text("steps: 3\n")
-  assert "would be replaced" in refusal(capsys, *LLAMA, "--write", "mine.yml")
+  assert "would be overwritten" in refusal(capsys, *LLAMA, "--write", "mine.yml")
 
 
 def test_the_advice_builds_on_a_file_of_ones_own(capsys, folder):
@@ -313,7 +313,7 @@ def test_what_the_advice_does_not_speak_of_is_refused(capsys):
     "lora_rank=8": "say nothing of adapters",
     "num_devices=8": "leave out num_devices=8",
     "compile_topology=v5p-17920": "power of 2",
-    "--json --explain": "--json has every rule in it",
+    "--json --explain": "--json includes every rule",
   }.items():
     assert words in refusal(capsys, *LLAMA, *asked.split())
 

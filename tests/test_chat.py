@@ -265,7 +265,7 @@ def test_a_tokenizer_without_a_template_is_named(tmp_path):
   with pytest.raises(UserError, match=r"has no chat template, neither chat_template\.jinja nor"):
     build_chat(data, build_tokenizer(data))
   (tmp_path / "model" / "chat_template.jinja").write_text("{% for %}")
-  with pytest.raises(UserError, match="is no Jinja template"):
+  with pytest.raises(UserError, match="is not a Jinja template"):
     build_chat(data, build_tokenizer(data))
 
 

@@ -433,7 +433,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(folder, item,
       checkpointer.restore(abstract_state(mesh_of(4, 2)))
     message = str(error.value)
     assert message.startswith(f"checkpoint step 2 cannot be read: {largest} (Too many levels of ")
-    assert "nothing says that it is damaged" in message
+    assert "it is not known to be damaged" in message
     assert f"move {folder / '2'} elsewhere" in message
     with pytest.raises(UserError, match="cannot be read"):
       checkpointer.restore(abstract_state(mesh_of(4, 2)))
@@ -485,7 +485,8 @@ def test_an_unfinished_save_is_ignored_then_removed(folder, tmp_path):
   restored, lines = resume(tmp_path)
   assert restored is None
   assert lines == [
-    f"ignoring {tmp_path}/alone.orbax-checkpoint-tmp: the save was interrupted before it was complete"
+    f"ignoring {tmp_path}/alone.orbax-checkpoint-tmp: the save was interrupted before it was "
+    "complete"
   ]
 
 

@@ -347,7 +347,7 @@ def _index(content: str) -> Callable[[pathlib.Path], None]:
       "gone.safetensors: it is missing",
     ),
     (None, {}, _index('{"weight_map": {"a": "../b"}}'), "it names files of other folders"),
-    (None, {}, _index("[]"), "this is no index of safetensors files"),
+    (None, {}, _index("[]"), "this is not an index of safetensors files"),
   ],
 )
 def test_what_is_not_such_a_model_is_refused_by_name(
@@ -369,12 +369,12 @@ def test_arguments_that_do_not_work_say_what_does(folder, tmp_path, capsys, monk
   assert "give one of from_hf, to_hf and to_peft" in refused(capsys)
   assert "give one of from_hf, to_hf and to_peft" in refused(capsys, "from_hf=a", "to_hf=b")
   again = refused(capsys, f"from_hf={folder}", runs, "run_name=taken")
-  assert "something is there, and would be replaced" in again
+  assert "it exists and would be overwritten" in again
   assert "run_name=taken-2" in again
   smaller = refused(capsys, f"from_hf={folder}", runs, "vocab_size=39")
   assert "vocab_size=39 is less than the 40 of" in smaller
   assert "leave out model_name" in refused(capsys, f"from_hf={folder}", "model_name=gpt2-small")
-  assert "means nothing with from_hf" in refused(capsys, f"from_hf={folder}", "checkpoint=1")
+  assert "has no effect with from_hf" in refused(capsys, f"from_hf={folder}", "checkpoint=1")
   assert "there is no such folder" in refused(capsys, f"from_hf={tmp_path / 'none'}")
   assert "hf download owner/name" in refused(capsys, "from_hf=owner/name")
   out = f"to_hf={tmp_path / 'ours'}"

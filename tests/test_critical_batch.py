@@ -340,7 +340,7 @@ def test_the_rate_follows_the_batch_as_asked(constant, monkeypatch, capsys, argu
     ),
     (
       ["checkpoint={folder}"],
-      "checkpoint={folder}: that is no run's folder; name a run's folder, for its newest "
+      "checkpoint={folder}: that is not a run's folder; name a run's folder, for its newest "
       "checkpoint, or one of its steps; for example checkpoint=runs/first_run or "
       "checkpoint=runs/first_run/checkpoints/200",
     ),
@@ -351,11 +351,11 @@ def test_the_rate_follows_the_batch_as_asked(constant, monkeypatch, capsys, argu
     ),
     (
       ["factors=1,two"],
-      "factors=1,two: 'two' is no number; for example factors=1,2,4,8",
+      "factors=1,two: 'two' is not a number; for example factors=1,2,4,8",
     ),
     (
       ["factors=1," + "9" * 5000],
-      f"factors=1,{'9' * 95}...: '{'9' * 97}...' is no number; for example factors=1,2,4,8",
+      f"factors=1,{'9' * 95}...: '{'9' * 97}...' is not a number; for example factors=1,2,4,8",
     ),
     (
       ["factors=" + ",".join(map(str, range(1, 3001)))],
@@ -466,7 +466,7 @@ def test_a_branch_that_was_trained_otherwise_is_not_taken_for_this_one(cosine, m
   message = error(capsys, f"checkpoint={checkpoint}", *BRANCHES, "coupling=none")
   rate = load_config([f"config={folder / 'config.yml'}"]).optimizer.learning_rate
   assert message == (
-    f"{folder} holds a branch that was trained otherwise:\n"
+    f"{folder} holds a branch trained with other settings:\n"
     f"  learning_rate is {rate} there and {rate / 2**0.5} now\n"
     "Remove that folder, or choose another run_name for new branches."
   )

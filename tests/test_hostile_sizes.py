@@ -91,7 +91,7 @@ def test_a_smaller_size_that_fits_is_named(tmp_path, capsys):
       [*PIPELINE, "gradient_accumulation_steps=1000000"],
       "are a timetable of 4,000,000 forwards, of which there can be 50,000",
     ),
-    (critical_batch.main, ["factors=1," + "9" * 5000], "is no number"),
+    (critical_batch.main, ["factors=1," + "9" * 5000], "is not a number"),
   ],
 )
 def test_other_commands_refuse_it(capsys, main, arguments, said):

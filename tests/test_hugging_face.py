@@ -225,7 +225,8 @@ def test_a_model_of_no_family_says_what_stands_in_the_way():
   lines = str(caught.value).splitlines()
   assert len(lines) == 1 + len(FAMILIES)
   assert lines[4] == (
-    "final_logits_soft_cap=3.0 cannot be said in the config.json of a model of type qwen3, which "
+    "final_logits_soft_cap=3.0 cannot be expressed in the config.json of a model of type qwen3, "
+    "which "
     "computes as final_logits_soft_cap=0.0 does"
   )
 
@@ -254,7 +255,7 @@ def test_what_gemma_3_can_say(change, key):
     values = GEMMA3.config_json(packaged | change, 128)
     assert differing(GEMMA3.options(values, "here"), packaged | change) is None
   else:
-    with pytest.raises(UserError, match=f"^{key}=.* cannot be said"):
+    with pytest.raises(UserError, match=f"^{key}=.* cannot be expressed"):
       GEMMA3.config_json(packaged | change, 128)
 
 

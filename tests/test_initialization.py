@@ -202,9 +202,7 @@ def test_runs_that_moved_together_find_each_other(tmp_path):
   there.mkdir(parents=True)
   note = {"folder": "/nowhere/runs/base/checkpoints/4"}
   assert frozen_folder(note, tmp_path / "runs" / "tuned") == there
-  with pytest.raises(
-    UserError, match="there is no such folder; put it back, or say where it is now"
-  ):
+  with pytest.raises(UserError, match="which does not exist; put it back, or say where it is now"):
     frozen_folder(note, tmp_path / "others" / "tuned")
 
 
@@ -243,7 +241,7 @@ def test_a_state_that_is_another_runs_is_refused(text, bases, tmp_path, capsys):
 def test_what_is_not_there_or_not_of_this_model_is_refused_by_name(text, bases, tmp_path, capsys):
   (tmp_path / "empty").mkdir()
   for path, keys, said in (
-    (tmp_path / "empty", {}, "that is no run's folder; name a run's folder, for its newest"),
+    (tmp_path / "empty", {}, "that is not a run's folder; name a run's folder, for its newest"),
     (tmp_path / "none", {}, "there is no such folder; name a run's folder"),
     (
       bases / "base" / "checkpoints" / "3",

@@ -320,10 +320,10 @@ def test_steps_that_took_no_time_say_nothing_of_what_is_consumed(tmp_path, recor
 def test_a_report_whose_speed_is_none_is_refused(tmp_path, speed):
   file = tmp_path / "report.json"
   file.write_text(f'[{{"time": {{"how": "measured", "tokens_per_second": {speed}}}}}]')
-  with pytest.raises(UserError, match="this is no report that tells a step's time; for example"):
+  with pytest.raises(UserError, match="this is not a report with a step's time; for example"):
     from_report(str(file), plan_of())
   file.write_text("[" * 100_000)
-  with pytest.raises(UserError, match="this is no report that tells a step's time; for example"):
+  with pytest.raises(UserError, match="this is not a report with a step's time; for example"):
     from_report(str(file), plan_of())
 
 
@@ -333,7 +333,7 @@ def test_a_report_whose_speed_is_none_is_refused(tmp_path, speed):
     (["--plot", "/absent/x.html"], "No such file or directory; for example --plot new-x.html"),
     (["run_metrics=/absent"], "run_metrics=/absent: no metrics.jsonl with two steps or more"),
     (["compile_report=/absent"], "compile_report=/absent: No such file or directory; for example"),
-    (["compile_report=/etc/hostname"], "this is no report that tells a step's time; for example"),
+    (["compile_report=/etc/hostname"], "this is not a report with a step's time; for example"),
     (["run_metrics=a", "compile_report=b"], "one of them says what the step consumes"),
     (["num_devices=64"], "names devices that are not here"),
     # Before the step is compiled.

@@ -241,7 +241,7 @@ def test_short_names_for_paths(paths, names):
   [
     (
       ["mixture_schedule=[[10, 1, 1]]"],
-      "mixture_schedule=[[10, 1, 1]] changes the weights of a mixture, and there is none; for "
+      "mixture_schedule=[[10, 1, 1]] changes the weights of a mixture, but there is none; for "
       "example dataset_mixture=[[texts, 0.7], [code, 0.3]], or mixture_schedule=[]",
     ),
     (

@@ -182,8 +182,9 @@ def test_explore_ranks_every_size_and_reports_the_best(tmp_path, capsys):
 REFUSED = [
   (
     {"validate_only": "true", "compile_only": "true"},
-    "validate_only=true and compile_only=true: one of them; validate_only=true first, it takes "
-    "seconds",
+    "validate_only=true and compile_only=true: only one can be set; validate_only=true takes "
+    "seconds, "
+    "so begin with it",
   ),
   (
     {"compile_topology": "v5e-4"},
@@ -192,7 +193,8 @@ REFUSED = [
   ),
   (
     {"compiled_step": "a", "save_compiled_step": "b"},
-    "compiled_step=a runs what was compiled before, and save_compiled_step asks for compiling; keep "
+    "compiled_step=a runs what was compiled before, and save_compiled_step asks for compiling; "
+    "keep "
     'one of them, for example with compiled_step=""',
   ),
   (
@@ -330,7 +332,8 @@ def test_coupled_samples_in_several_passes_are_refused(tmp_path, capsys):
   printed = capsys.readouterr().err
   assert printed.startswith("error: decoder_block=batch_norm couples the samples of a batch")
   assert printed.endswith(
-    "but gradient_accumulation_steps=2 takes 2 microbatches; for example gradient_accumulation_steps=1\n"
+    "but gradient_accumulation_steps=2 takes 2 microbatches; for example "
+    "gradient_accumulation_steps=1\n"
   )
   assert not (tmp_path / "run").exists()
 

@@ -32,7 +32,7 @@ def test_a_file_of_another_kind_stays(tmp_path, capsys, main, option, name):
     assert main([*PIPELINE, option, str(file)]) == 2
     assert file.read_bytes() == other
     said = capsys.readouterr().err
-    assert "what is there was not written by this command" in said
+    assert "the existing file was not written by this command" in said
   offered = said.strip().rpartition(f"for example {option} ")[2]
   assert main([*PIPELINE, option, offered]) == 0
   assert main([*PIPELINE, option, offered]) == 0
@@ -54,7 +54,9 @@ def test_a_compiled_step_replaces_nothing_else(tmp_path, capsys, there):
   else:
     os.mkfifo(target)
   assert train.main(["config=base", f"save_compiled_step={target}", "compile_only=true"]) == 2
-  assert "what is there is no compiled step, and would be replaced" in capsys.readouterr().err
+  assert (
+    "the existing file is not a compiled step and would be overwritten" in capsys.readouterr().err
+  )
 
 
 def test_a_plain_run_is_held_to_device_memory_gb(tmp_path, capsys):

@@ -169,11 +169,13 @@ def test_the_plug_in_is_given_them_and_only_who_declares_any():
 
 MESSAGES = {
   "embedding_gain=20": (
-    "command line: embedding_gain=20: embedding_gain must be at least 0.1 and at most 10. The nearest "
+    "command line: embedding_gain=20: embedding_gain must be at least 0.1 and at most 10. The "
+    "nearest "
     "value that works: embedding_gain=10"
   ),
   "embedding_gain=much": (
-    "command line: embedding_gain=much: embedding_gain must be a finite number, at least 0.1 and at "
+    "command line: embedding_gain=much: embedding_gain must be a finite number, at least 0.1 and "
+    "at "
     "most 10. A value that works: embedding_gain=0.1"
   ),
   "embeding_gain=2": (
@@ -206,31 +208,36 @@ def test_without_its_plug_in_a_key_is_unknown_or_what_replaces_it_is_named(folde
 
 DECLARATIONS = {
   "opt_type=own_plugins:clashing": (
-    "opt_type=own_plugins:clashing declares the key steps, which maxbatch has already; call it "
-    "otherwise, for example clashing_steps"
+    "opt_type=own_plugins:clashing declares the key steps, which maxbatch already has; rename "
+    "it, for example clashing_steps"
   ),
   "opt_type=own_plugins:section": (
-    "opt_type=own_plugins:section declares the key model, which maxbatch has already; call it "
-    "otherwise, for example section_model"
+    "opt_type=own_plugins:section declares the key model, which maxbatch already has; rename "
+    "it, for example section_model"
   ),
   "opt_type=own_plugins:other_gain": (
     "decoder_block=own_plugins:Scaled and opt_type=own_plugins:other_gain both declare the key "
-    "embedding_gain; call one of them otherwise, for example other_gain_embedding_gain"
+    "embedding_gain; rename one of them, for example other_gain_embedding_gain"
   ),
   "opt_type=own_plugins:wrong_default": (
-    "opt_type=own_plugins:wrong_default, its default: depth: 0: depth must be at least 1. The nearest "
+    "opt_type=own_plugins:wrong_default, its default: depth: 0: depth must be at least 1. The "
+    "nearest "
     "value that works: depth: 1"
   ),
   "opt_type=own_plugins:wrong_type": (
-    "opt_type=own_plugins:wrong_type: its key depth has the type <class 'dict'>, and must be bool, int, "
-    "float, Fraction, str, Literal or a tuple of these, with a range as in Annotated[int, Range(low=1)]"
+    "opt_type=own_plugins:wrong_type: its key depth has the type <class 'dict'>, and must be "
+    "bool, int, "
+    "float, Fraction, str, Literal or a tuple of these, with a range as in Annotated[int, "
+    "Range(low=1)]"
   ),
   "opt_type=own_plugins:undeclared": (
-    "opt_type=own_plugins:undeclared: its Keys must be a frozen dataclass, each field declared as in "
+    "opt_type=own_plugins:undeclared: its Keys must be a frozen dataclass, each field declared as "
+    "in "
     "`top_k: int = key(2, FIXED)`, which depth is not"
   ),
   "opt_type=own_plugins:no_dataclass": (
-    "opt_type=own_plugins:no_dataclass: its Keys must be a frozen dataclass, each field declared as in "
+    "opt_type=own_plugins:no_dataclass: its Keys must be a frozen dataclass, each field declared "
+    "as in "
     "`top_k: int = key(2, FIXED)`"
   ),
 }
@@ -264,8 +271,8 @@ def test_a_plug_in_whose_module_says_nothing_of_keys_is_not_imported(folder):
   with pytest.raises(UserError) as caught:
     build_model(config, 16)
   assert str(caught.value) == (
-    "decoder_block=own_quiet:Quiet has Keys that were not there when the configuration was read; let "
-    "its module say so, as in Keys = Base.Keys"
+    "decoder_block=own_quiet:Quiet got its Keys after the configuration was read; declare "
+    "them in its module, as in Keys = Base.Keys"
   )
   load("decoder_block=own_absent:Model")
 

@@ -147,4 +147,6 @@ def test_a_process_that_another_program_answers_is_refused():
       connection.close()
 
     (said, _) = outcomes(lambda: Rendezvous().check_in(f"localhost:{port}", 1), answer)
-  assert said.startswith(f"UserError: process_id=1: what answers at localhost:{port} does not wait")
+  assert said.startswith(
+    f"UserError: process_id=1: whatever answers at localhost:{port} does not expect"
+  )

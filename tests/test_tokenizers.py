@@ -191,7 +191,9 @@ def test_a_damaged_or_missing_file_is_named(folders, kind, tmp_path):
   assert f"tokenizer_type={kind} tokenizer_path={damaged}: this is" in refusal(kind, damaged)
   assert f"cannot read {tmp_path}/no: No such file" in refusal(kind, tmp_path / "no")
   message = refusal(kind, "s3://b/tokenizer")
-  assert "tokenizer_path=s3://b/tokenizer: a vocabulary is not read from a URL; copy it" in message
+  assert (
+    "tokenizer_path=s3://b/tokenizer: a vocabulary cannot be read from a URL; copy it" in message
+  )
   (tmp_path / "empty").mkdir()
   assert "the folder holds no tokenizer." in refusal(kind, tmp_path / "empty")
   assert f"tokenizer_type={kind} needs the vocabulary's file" in refusal(kind, "")

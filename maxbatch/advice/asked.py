@@ -162,7 +162,8 @@ def ask(
   if tokens == -1:
     if run.total_samples == -1:
       raise UserError(
-        "how much is trained on is not said; give total_tokens (or total_samples), for example "
+        "the amount of training data is not given; set total_tokens (or total_samples), for "
+        "example "
         "total_tokens=140e9"
       )
     tokens = float(int(run.total_samples) * config.batch.max_target_length)
@@ -198,11 +199,12 @@ def check_scope(config: Config, named: Iterable[str]) -> None:
     )
   if config.pipeline.pipeline_schedule != "none":
     raise UserError(
-      f"pipeline_schedule={config.pipeline.pipeline_schedule}: the advice estimates no pipelines, which "
+      f"pipeline_schedule={config.pipeline.pipeline_schedule}: the advice does not cover "
+      "pipelines; "
       "python -m maxbatch.pipeline does; for example pipeline_schedule=none"
     )
   if config.model.lora_rank or config.optimizer.trainable:
     raise UserError(
-      "lora_rank and trainable: the rules were found by training all parameters from the beginning, "
-      "and say nothing of adapters; for example lora_rank=0 trainable=[]"
+      "lora_rank and trainable: the rules were fitted to training all parameters from scratch, "
+      "and do not cover adapters; for example lora_rank=0 trainable=[]"
     )

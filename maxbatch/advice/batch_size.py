@@ -91,14 +91,14 @@ def measured_by(folder: str, tokens: float) -> list[Measured]:
   run = RunFolder(pathlib.Path(folder).expanduser())
   if not run.metrics.is_file():
     raise UserError(
-      f"from_run={shown(folder)}: there is no run, which has a metrics.jsonl; for example "
+      f"from_run={shown(folder)}: there is no run with a metrics.jsonl; for example "
       "from_run=runs/first_run"
     )
   results = [*_noise_scale(run, tokens), *_branches(run, tokens)]
   if not results:
     raise UserError(
-      f"from_run={shown(folder)}: the run has measured no noise scale and no critical batch; measure "
-      "with gns=norm in a run, or with python -m maxbatch.critical_batch "
+      f"from_run={shown(folder)}: the run has measured neither noise scale nor critical batch; "
+      "measure with gns=norm in a run, or with python -m maxbatch.critical_batch "
       f"checkpoint={shown(folder)}"
     )
   return results

@@ -84,7 +84,7 @@ def find_checkpoint(given: str, key: str = "checkpoint", others: str = "") -> pa
     what = "there is no such folder" if given else "it has no value"
   else:
     what = (
-      "no run has completed a checkpoint there" if steps.exists() else "that is no run's folder"
+      "no run has completed a checkpoint there" if steps.exists() else "that is not a run's folder"
     )
   raise UserError(
     f"{key}={shown(given, _LONGEST_PATH)}: {what}; name a run's folder, for its newest checkpoint, "

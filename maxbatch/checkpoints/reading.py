@@ -63,7 +63,7 @@ def patiently(directory: pathlib.Path, step: int, read: Callable[[], _Read]) -> 
     if pause is None:
       raise UserError(
         f"checkpoint step {step} cannot be read: {refused}, after {len(_PAUSES_SECONDS) + 1} "
-        "attempts; nothing says that it is damaged, so it stays as it is. Start again when the disk "
+        "attempts; it is not known to be damaged, so it is kept. Start again when the disk "
         "or the network works; to resume from an older step instead, move "
         f"{directory / str(step)} elsewhere."
       )

@@ -128,8 +128,9 @@ class TensorFolder:
     code, shape = place["dtype"], tuple(place["shape"])
     if code not in _DTYPES:
       raise UserError(
-        f"{self.folder}: {name} is of type {code}, and what is read is {', '.join(_DTYPES)}; take the "
-        "model's folder with the weights as trained, not quantized"
+        f"{self.folder}: {name} is of type {code}, and what is read is {', '.join(_DTYPES)}; take "
+        "the "
+        "model's folder with the original weights, not quantized"
       )
 
     def read(index: Index) -> np.ndarray:
@@ -178,7 +179,7 @@ def _find_tensors(folder: Path) -> _Tensors:
   files = {name: _header_of(folder / name) for name in sorted(set(named.values()))}
   for tensor, name in named.items():
     if tensor not in files[name]:
-      raise UserError(f"{index}: {tensor} is said to be in {name}, which does not have it")
+      raise UserError(f"{index}: {tensor} should be in {name}, but is not")
   return {tensor: files[name][tensor] for tensor, name in named.items()}
 
 
@@ -187,7 +188,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     inside = all(Path(name).name == name for name in named.values())
   except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-    raise UserError(f"{index}: this is no index of safetensors files ({error})") from error
+    raise UserError(f"{index}: this is not an index of safetensors files ({error})") from error
   if not inside:
     raise UserError(f"{index}: it names files of other folders; give the folder as published")
   return named
@@ -202,7 +203,7 @@ def _header_of(path: Path) -> _Tensors:
       header = json.loads(file.read(length))
   except (OSError, safetensors.SafetensorError) as error:
     missing = "it is missing" if not path.exists() else f"it cannot be read: {error}"
-    raise UserError(f"{path}: {missing}; copy or download the folder again, whole") from error
+    raise UserError(f"{path}: {missing}; copy or download the whole folder again") from error
   return {
     name: (path, {**place, "begins": 8 + length + place["data_offsets"][0]})
     for name, place in header.items()

@@ -46,7 +46,8 @@ def write_output(option: str, file: str, content: bytes) -> None:
   try:
     if not file.startswith("/dev/") and path.exists() and not _is_alike(path, content):
       raise UserError(
-        f"{option} {file}: what is there was not written by this command, and would be replaced; "
+        f"{option} {file}: the existing file was not written by this command and would be "
+        "overwritten; "
         f"name another file, for example {option} {path.with_name(f'new-{path.name}')}"
       )
     path.write_bytes(content)

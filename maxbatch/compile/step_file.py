@@ -101,7 +101,8 @@ def check_replaces_no_other(path: str) -> None:
       kind = opened.read(len(_MAGIC))
   if not kind.startswith(_KIND):
     raise UserError(
-      f"save_compiled_step={path}: what is there is no compiled step, and would be replaced; name "
+      f"save_compiled_step={path}: the existing file is not a compiled step and would be "
+      "overwritten; name "
       f"another file, for example save_compiled_step={path.rstrip('/')}.compiled"
     )
 
@@ -221,8 +222,8 @@ def _payload(path: str, program: jax.stages.Compiled) -> bytes:
   device = next(iter(jax.tree.leaves(program.output_shardings)[0].device_set))
   if device.platform == "cpu" and _is_hollow(saved):
     raise UserError(
-      f"save_compiled_step={path}: this step was loaded from a cache or a file, and on CPU XLA "
-      "cannot save such a one again; leave out compiled_step, and use jax_cache_dir=none"
+      f"save_compiled_step={path}: this step was loaded from a cache or a file, which XLA "
+      "cannot save again on CPU; leave out compiled_step, and use jax_cache_dir=none"
     )
   return pickle.dumps(saved)
 
@@ -245,7 +246,7 @@ def _program(path: str, payload: bytes) -> jax.stages.Compiled:
     return serialize_executable.deserialize_and_load(*saved)
   except jax.errors.JaxRuntimeError as error:
     raise UserError(
-      f"compiled_step={path}: these devices do not take it: {str(error).splitlines()[0]}; leave "
+      f"compiled_step={path}: these devices reject it: {str(error).splitlines()[0]}; leave "
       "out compiled_step"
     ) from error
 

@@ -127,7 +127,8 @@ def _check(plugin: PlugIn) -> None:
   if not is_frozen or undeclared:
     raise UserError(
       f"{plugin.given}: its Keys must be a frozen dataclass, each field declared as in "
-      f"`top_k: int = key(2, FIXED)`{', which ' + min(undeclared) + ' is not' if undeclared else ''}"
+      "`top_k: int = key(2, "
+      f"FIXED)`{', which ' + min(undeclared) + ' is not' if undeclared else ''}"
     )
   for key, one in declared(cls).items():
     try:
@@ -135,7 +136,8 @@ def _check(plugin: PlugIn) -> None:
     except (KeyError, TypeError):
       raise UserError(
         f"{plugin.given}: its key {key} has the type {one.type}, and must be bool, int, float, "
-        "Fraction, str, Literal or a tuple of these, with a range as in Annotated[int, Range(low=1)]"
+        "Fraction, str, Literal or a tuple of these, with a range as in Annotated[int, "
+        "Range(low=1)]"
       ) from None
     node = yaml.compose(json.dumps(plain(one.default)), yaml.SafeLoader)
     convert(Entry(key, node, f"{plugin.given}, its default", Path()), one.type)
@@ -148,12 +150,12 @@ def _check_distinct(plugins: Sequence[PlugIn]) -> None:
     for key in declared(plugin.keys):
       if key in fields() or key in sections() or key in RESERVED:
         raise UserError(
-          f"{plugin.given} declares the key {key}, which maxbatch has already; call it otherwise, for "
+          f"{plugin.given} declares the key {key}, which maxbatch already has; rename it, for "
           f"example {plugin.name.rpartition(':')[2].lower()}_{key}"
         )
       first = seen.setdefault(key, plugin)
       if first.keys is not plugin.keys:
         raise UserError(
-          f"{first.given} and {plugin.given} both declare the key {key}; call one of them otherwise, "
+          f"{first.given} and {plugin.given} both declare the key {key}; rename one of them, "
           f"for example {plugin.name.rpartition(':')[2].lower()}_{key}"
         )

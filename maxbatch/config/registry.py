@@ -51,11 +51,11 @@ def _of_the_user(key: str, name: str, known: Mapping[str, object], plugins: Plug
   if not hasattr(result, "Keys"):
     return result
   if plugins is None:
-    raise UserError(f"{key}={name} declares Keys; what {key} names can have no keys of its own")
+    raise UserError(f"{key}={name} declares Keys; what {key} names cannot have keys of its own")
   if name not in dict(plugins):
     raise UserError(
-      f"{key}={name} has Keys that were not there when the configuration was read; let its module say "
-      "so, as in Keys = Base.Keys"
+      f"{key}={name} got its Keys after the configuration was read; declare them in its "
+      "module, as in Keys = Base.Keys"
     )
   return _with_keys(result, dict(plugins)[name], is_called)
 

@@ -136,7 +136,7 @@ def model_folder(key: str, name: str, token: str = "") -> Path:
   """
   given, path = f"{key}={name}", Path(name).expanduser()
   if is_url(name):
-    raise UserError(f"{given}: a model is not read from a URL; copy its folder to this machine")
+    raise UserError(f"{given}: a model cannot be read from a URL; copy its folder to this machine")
   if path.is_dir():
     return path
   if os.path.lexists(path) or not is_hub_name(name):

@@ -63,13 +63,14 @@ def whole_folder(given: str, instead: str, folder: Path, num_bytes: int) -> Iter
   """
   if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
     raise UserError(
-      f"{given}: something is there, and would be replaced; remove {folder}, or choose another name, "
+      f"{given}: it exists and would be overwritten; remove {folder}, or choose another name, "
       f"for example {instead}"
     )
   free, needed = shutil.disk_usage(nearest(folder.absolute())).free, num_bytes + _SMALL_FILES_BYTES
   if needed > free:
     raise UserError(
-      f"{given} needs {needed:,} bytes, and {free:,} are free in {nearest(folder.absolute())}; free "
+      f"{given} needs {needed:,} bytes, and {free:,} are free in {nearest(folder.absolute())}; "
+      "free "
       "some space, or name a folder on another disk"
     )
   try:
@@ -81,6 +82,7 @@ def whole_folder(given: str, instead: str, folder: Path, num_bytes: int) -> Iter
         yield unfinished
   except OSError as error:
     raise UserError(
-      f"{given}: {error.filename or folder} cannot be written ({error.strerror or error}); nothing was "
+      f"{given}: {error.filename or folder} cannot be written ({error.strerror or error}); "
+      "nothing was "
       "left there"
     ) from error

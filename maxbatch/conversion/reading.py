@@ -183,23 +183,25 @@ class FolderReader:
     ignored = {tensor.name for tensor in self.family.tensors if tensor.parameters == ("head",)}
     if left := sorted(self._names.keys() - expected.keys() - ignored):
       raise UserError(
-        f"{self._folder}: the tensor {first_of(left, _SHOWN)} would be left over: no parameter of this run "
-        f"takes its values; keys such as base_num_decoder_layers must be as the folder's config.json "
-        "has them"
+        f"{self._folder}: the tensor {first_of(left, _SHOWN)} would be left over: no parameter of "
+        f"this run uses it; keys such as base_num_decoder_layers must match the folder's "
+        "config.json"
       )
     for name, (shape, place) in expected.items():
       result = self._tensors[self._names[name]]
       self.dtypes.add(result.dtype)
       if not jnp.issubdtype(result.dtype, jnp.floating):
         raise UserError(
-          f"{self._folder}: the tensor {self._names[name]} is {result.dtype.name}, and parameters are "
-          "floating-point numbers; take the folder with the weights as trained, not quantized"
+          f"{self._folder}: the tensor {self._names[name]} is {result.dtype.name}, and parameters "
+          "are "
+          "floating-point numbers; take the folder with the original weights, not quantized"
         )
       if result.shape != shape:
         raise UserError(
           f"{self._folder}: the tensor {self._names[name]} is {list(result.shape)}, and this run's "
-          f"parameters make it {list(shape)} ({', '.join(place.tensor.parameters)}); the keys of the "
-          "model must be as the folder's config.json has them"
+          f"parameters make it {list(shape)} ({', '.join(place.tensor.parameters)}); the keys of "
+          "the "
+          "model must match the folder's config.json"
         )
 
   def _expected(self) -> Iterator[tuple[str, tuple[Shape, Place]]]:
@@ -225,7 +227,8 @@ def _as_stored(
     for axis, size in zip(axes[path], shape, strict=True):
       if axis == "vocab" and size < vocab_size:
         raise UserError(
-          f"vocab_size={size} is less than the {vocab_size} of {folder}; give vocab_size={vocab_size}, "
+          f"vocab_size={size} is less than the {vocab_size} of {folder}; give "
+          f"vocab_size={vocab_size}, "
           "or more for rows of zeros after them"
         )
       if axis != "layers":

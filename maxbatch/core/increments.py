@@ -53,8 +53,8 @@ def check_increments(
     fewer = next(n for n in divisors(int(rise / unit)) if rise / unit / n <= _MOST_INCREMENTS)
     raise UserError(
       f"{keys[1]}={text(increment)} leads from {keys[0]}={text(start)} to "
-      f"{target_key}={text(target)} in {text(rise / increment)} increments, of which a ramp has at "
-      f"most {_MOST_INCREMENTS}; nearest: {keys[1]}={text(fewer * unit)}"
+      f"{target_key}={text(target)} in {text(rise / increment)} increments, but a ramp has "
+      f"at most {_MOST_INCREMENTS}; nearest: {keys[1]}={text(fewer * unit)}"
     )
 
 

@@ -131,7 +131,7 @@ def exact(key: str, value: Number) -> Fraction:
   """Returns the number that is written: 0.1 and "0.1" are 1/10, and "1/3" is a third.
 
   Raises:
-    UserError: it is no number, or longer than anybody means.
+    UserError: it is not a number, or longer than anybody means.
   """
   words = str(value)
   exponent = words.lower().partition("e")[2].lstrip("+-")
@@ -140,7 +140,7 @@ def exact(key: str, value: Number) -> Fraction:
     with contextlib.suppress(ValueError, ZeroDivisionError):
       return Fraction(words)
   shown = repr(words[:_LONGEST] if isinstance(value, str) else value)[: _LONGEST + 2]
-  raise UserError(f"{key}={shown} is no number; for example {key}=4, {key}=0.25 or {key}='1/3'")
+  raise UserError(f"{key}={shown} is not a number; for example {key}=4, {key}=0.25 or {key}='1/3'")
 
 
 def whole(key: str, value: Number) -> int:

@@ -154,8 +154,10 @@ class Chat:
     after = self._render(messages[: answer + 1])
     if not (after.startswith(before) and text.startswith(after)):
       raise ValueError(
-        f"messages before and after answer {answer} change how it is rendered, so what the assistant "
-        "says cannot be found; mark it in the template with {% generation %} and {% endgeneration %}"
+        f"messages before and after answer {answer} change how it is rendered, so what the "
+        "assistant "
+        "says cannot be found; mark it in the template with {% generation %} and "
+        "{% endgeneration %}"
       )
     return _Span(len(before), len(after))
 
@@ -179,8 +181,10 @@ def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
     return None
   if data.weights_column:
     raise UserError(
-      f"use_chat_template=true weights_column={data.weights_column}: conversations say in themselves "
-      "what counts, with \"weight\": 0 in a message; set weights_column='', or use_chat_template=false"
+      f"use_chat_template=true weights_column={data.weights_column}: conversations say in "
+      "themselves "
+      "what counts, with \"weight\": 0 in a message; set weights_column='', or "
+      "use_chat_template=false"
     )
   for key, tokenize in (
     ("tokenize_train_data", data.tokenize_train_data),
@@ -188,7 +192,8 @@ def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
   ):
     if not tokenize:
       raise UserError(
-        f"use_chat_template=true {key}=false: conversations are text, which has to be tokenized; set "
+        f"use_chat_template=true {key}=false: conversations are text, which has to be tokenized; "
+        "set "
         f"{key}=true, or use_chat_template=false for records of token ids"
       )
   if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -211,7 +216,7 @@ def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
     assert chat._compiled is not None
   except library("jinja2", "use_chat_template=true").TemplateError as error:
     raise UserError(
-      f"{tokenizer.file}: its chat template is no Jinja template ({error}); correct it"
+      f"{tokenizer.file}: its chat template is not a Jinja template ({error}); correct it"
     ) from error
   return chat
 

@@ -17,7 +17,8 @@ def find_text(data: DataConfig) -> Given:
   is to hold weights or token ids."""
   if data.weights_column:
     raise UserError(
-      f"weights_column={data.weights_column}: files of text have no columns; set weights_column='', or "
+      f"weights_column={data.weights_column}: files of text have no columns; set "
+      "weights_column='', or "
       "use dataset_type=grain grain_train_files='data/*.parquet'"
     )
   ids = {
@@ -110,7 +111,8 @@ def _of_folder(data: DataConfig, folder: str) -> Given:
   if data.train_split != "train" or data.hf_eval_split not in ("", *_EVAL_WORDS):
     raise UserError(
       f"hf_path={data.hf_path}: train_split={data.train_split} hf_eval_split={data.hf_eval_split}: "
-      "this folder has no splits but what its files' names say; use train_split=train hf_eval_split="
+      "this folder has no splits but what its files' names say; use train_split=train "
+      "hf_eval_split="
       "validation, or hf_train_files and hf_eval_files"
     )
   key = "hf_train_files" if data.hf_train_files else "hf_path"
@@ -167,7 +169,7 @@ def _loaded(data: DataConfig, key: str, split: str, files: str, columns: Columns
   except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
     text = " ".join(str(error).split())[:500]
     raise UserError(
-      f"{given} {key}={split}: it is no folder here, and the datasets library does not load it "
+      f"{given} {key}={split}: it is not a local folder, and the datasets library cannot load it "
       f"({text}); give a folder of files, or a name and split that exist"
     ) from error
   paths = [Path(entry["filename"]) for entry in loaded.cache_files]

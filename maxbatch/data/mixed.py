@@ -59,8 +59,8 @@ def mixed_paths(data: DataConfig) -> MixedPaths | None:
     names = source_names(paths)
   elif data.mixture_schedule:
     raise UserError(
-      f"mixture_schedule={plain(data.mixture_schedule)} changes the weights of a mixture, and there "
-      f"is none; for example {_EXAMPLE}, or mixture_schedule=[]"
+      f"mixture_schedule={plain(data.mixture_schedule)} changes the weights of a mixture, but "
+      f"there is none; for example {_EXAMPLE}, or mixture_schedule=[]"
     )
   else:
     return None
@@ -114,7 +114,8 @@ def _weighted(files: str, each: str) -> tuple[str, Fraction]:
     weight = Fraction(-1)
   if not path or weight < 0:
     raise UserError(
-      f"grain_train_files={files}: {each!r} must be a path, a comma and a weight of at least 0; for "
+      f"grain_train_files={files}: {each!r} must be a path, a comma and a weight of at least 0; "
+      "for "
       "example grain_train_files='texts/*.jsonl,0.7;code/*.jsonl,0.3'"
     )
   return path.strip(), weight
@@ -130,7 +131,8 @@ def _from_file(key: str, path: str) -> Mapping[str, tuple[str, Fraction]]:
     )
   except OSError as error:
     raise UserError(
-      f"{key} cannot be read: {error.strerror or error}; give a JSON file that is on this machine, for "
+      f"{key} cannot be read: {error.strerror or error}; give a JSON file that is on this "
+      "machine, for "
       f"example {_FILE_EXAMPLE}"
     ) from error
   except (ValueError, RecursionError) as error:
@@ -159,7 +161,7 @@ def _without_repetition(pairs: Sequence[tuple[str, object]]) -> dict[str, object
 def _entry(key: str, name: str, entry: object) -> tuple[str, Fraction]:
   if not name.strip() or not name.isprintable():
     raise UserError(
-      f"{key}: {name!r} is no name that logs and metrics can show; for example {_FILE_EXAMPLE}"
+      f"{key}: {name!r} cannot be shown in logs and metrics; for example {_FILE_EXAMPLE}"
     )
   fields = entry if isinstance(entry, dict) else {}
   path, weight = fields.get("path"), fields.get("weight")
@@ -187,7 +189,8 @@ def _phases(
     last = phases[-1].first_sample
     if start.denominator > 1 or start <= last:
       raise UserError(
-        f"{entry} must begin at a whole sample after {last}, where the weights before it begin; for "
+        f"{entry} must begin at a whole sample after {last}, where the weights before it begin; "
+        "for "
         f"example {plain((Fraction(last + 10_000), *changed))}"
       )
     phases.append(MixturePhase(int(start), _whole(entry, names, changed)))

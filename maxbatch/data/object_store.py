@@ -160,8 +160,8 @@ class OpenStore:
       said = f"{failed.url}: {self.store.endpoint(self.system)} failed: {_said(error)}"
       if number == TRIES:
         raise UserError(
-          f"{self.key}: {said}; {TRIES} tries were made. What is tokenized is kept: start again when the "
-          "store answers, or see that the address is right and the network is up"
+          f"{self.key}: {said}; {TRIES} tries were made. What is tokenized is kept: start again "
+          "when the store answers, or check the address and the network"
         ) from error
       _log.warning("%s; try %d of %d follows in %.1f s", said, number + 1, TRIES, wait)
       # Not all processes at the same moment.
@@ -178,7 +178,7 @@ class OpenStore:
         f"{self.store.credentials}"
       )
     return UserError(
-      f"{given}: {_said(error)}; see that the URL is right, and that credentials are given by "
+      f"{given}: {_said(error)}; check the URL, and that credentials are given by "
       f"{self.store.credentials}"
     )
 

@@ -63,8 +63,8 @@ def make_shards_in_processes(
     for worker in workers:
       if code := worker.wait():
         raise UserError(
-          f"a process that tokenizes ended with exit code {code}; what it says above is why, and if "
-          "it says nothing it was killed, as the system does when memory is short. Start again: what "
+          f"a process that tokenizes ended with exit code {code}; see what it says above; if "
+          "nothing, it was killed, as the system does when memory runs out. Start again: what "
           "is finished stays"
         )
   finally:
@@ -129,7 +129,8 @@ def tokenizing_progress(part: str, total_bytes: int) -> Iterator[Callable[[int],
     yield report
   if (seconds := time.monotonic() - began) > _SAID_AFTER_SECONDS:
     print(
-      f"tokenized {part}: {done / 1e6:,.0f} MB in {seconds:,.0f} s, {done / 1e6 / seconds:.3g} MB/s",
+      f"tokenized {part}: {done / 1e6:,.0f} MB in {seconds:,.0f} s, {done / 1e6 / seconds:.3g} "
+      "MB/s",
       flush=True,
     )
 

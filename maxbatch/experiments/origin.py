@@ -50,8 +50,8 @@ def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
     raise UserError(_damaged(folder, "its record is not what was written"))
   if is_parameters_only(record):
     raise UserError(
-      f"checkpoint={folder} holds parameters alone, and branches go on with a run that trains; give "
-      "one that its training has saved"
+      f"checkpoint={folder} holds parameters alone, and branches continue a training run; give "
+      "one that was saved in training"
     )
   position = Position(step, record["samples"])
   return Checkpoint(folder, position, record["plan"], record["checksum"])

@@ -182,7 +182,8 @@ def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
     return None
   if (done := _measured(experiment, branch)) is None:
     raise UserError(
-      f"{RunFolder(folder).metrics} lacks steps that this branch has made; remove {folder} to train "
+      f"{RunFolder(folder).metrics} lacks steps that this branch has made; remove {folder} to "
+      "train "
       "it again"
     )
   return done
@@ -241,7 +242,7 @@ def _check_same(config: Config, folder: pathlib.Path) -> None:
   if changed:
     lines = listed([one.replace("in the checkpoint", "there") for one in changed])
     raise UserError(
-      f"{folder} holds a branch that was trained otherwise:\n{lines}\nRemove that folder, or "
+      f"{folder} holds a branch trained with other settings:\n{lines}\nRemove that folder, or "
       "choose another run_name for new branches."
     )
 

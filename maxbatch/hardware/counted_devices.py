@@ -55,7 +55,8 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
     if is_rl(config.rl):
       raise UserError(
         f"num_devices=-1 is derived from samples per device, and with num_generations="
-        f"{config.rl.num_generations} micro_batch_size counts completions on all devices; for example "
+        f"{config.rl.num_generations} micro_batch_size counts completions on all devices; for "
+        "example "
         "num_devices=8"
       )
     count, hosts = solve_num_devices(given_sizes(config.batch)), 1
@@ -64,7 +65,7 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
     count, hosts = num_devices or (SIMULATED_DEVICES if simulated == -1 else simulated), 1
   if count == 0:
     raise UserError(
-      "num_simulated_devices=0 means the devices that are there, and a plan looks at none; for "
+      "num_simulated_devices=0 means this machine's devices, which a plan does not look at; for "
       "example num_devices=8 or compile_topology=v5e-8"
     )
   assumption = ""

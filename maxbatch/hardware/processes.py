@@ -79,7 +79,7 @@ def stated_processes(keys: DistributedConfig, environment: Mapping[str, str]) ->
   """Returns what is said of this process and the others.
 
   Raises:
-    UserError: a variable is no number or no address, or there is no such process.
+    UserError: a variable is not a number or no address, or there is no such process.
   """
   number, own, sign = _numbers(environment)
   number = number if keys.num_processes < 0 else keys.num_processes
@@ -193,7 +193,8 @@ def check_joined(num_processes: int, num_simulated_devices: int) -> None:
     )
   if num_processes > 1 and joined == 1:
     raise UserError(
-      f"{num_processes} processes were started, and this one is alone, as jax had started before it "
+      f"{num_processes} processes were started, and this one is alone, as jax had started before "
+      "it "
       "could join the others"
     )
   if num_simulated_devices > 0 and joined != num_processes:

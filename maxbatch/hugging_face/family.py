@@ -180,7 +180,8 @@ class Family:
     if result is not None:
       key, value = result
       raise UserError(
-        f"{key}={model[key]} cannot be said in the config.json of a model of type {self.name}, "
+        f"{key}={model[key]} cannot be expressed in the config.json of a model of type "
+        f"{self.name}, "
         f"which computes as {key}={value} does"
       )
     return values

@@ -91,7 +91,7 @@ def from_report(path: str, plan: BatchPlan) -> Need:
     raise UserError(f"compile_report={path}: {error.strerror or error}; {example}") from error
   except (ValueError, KeyError, TypeError, IndexError, RecursionError, AttributeError) as error:
     raise UserError(
-      f"compile_report={path}: this is no report that tells a step's time; {example}"
+      f"compile_report={path}: this is not a report with a step's time; {example}"
     ) from error
 
 
@@ -101,7 +101,8 @@ def estimated(config: Config, target: Target) -> Need:
   report = report_or_refusal(config, target.devices, target.layout)
   if report.step_seconds is None:
     raise UserError(
-      f"compile_topology={config.compile.compile_topology}: no figures of these devices are known; "
+      f"compile_topology={config.compile.compile_topology}: nothing is known about the speed of "
+      "these devices; "
       "give a run's metrics instead, for example run_metrics=runs/mine"
     )
   how = f"estimated for {config.compile.compile_topology}"

@@ -95,7 +95,8 @@ _ONLY: dict[str, tuple[object, str]] = {
   "precision_report": (False, "it is of the loss of text, of which there are no rows"),
   "gns": (
     "off",
-    "completions of one prompt are no independent examples; gns_from_microbatches=true measures per prompt",
+    "completions of one prompt are no independent examples; gns_from_microbatches=true measures "
+    "per prompt",
   ),
   "load_full_state_path": (
     "",
@@ -114,8 +115,8 @@ def check_rl(config: Config) -> None:
   if not is_rl(config.rl):
     raise UserError(
       "num_generations=-1: this command trains by reinforcement, on groups of completions; for "
-      "example num_generations=8, or config=configs/post_train/rl.yml; on text trains the command "
-      "train"
+      "example num_generations=8, or config=configs/post_train/rl.yml; the command train trains "
+      "on text"
     )
   flat = to_flat_dict(config)
   for key, (value, why) in _ONLY.items():
@@ -142,8 +143,9 @@ def check_rollout_devices(config: RLConfig, num_processes: int) -> None:
   """
   if config.rollout_devices and num_processes > 1:
     raise UserError(
-      f"rollout_devices={config.rollout_devices} with num_processes={num_processes}: devices that only "
-      "sample are fed by one process yet; for example rollout_devices=0"
+      f"rollout_devices={config.rollout_devices} with num_processes={num_processes}: devices that "
+      "only "
+      "sample work with one process only so far; for example rollout_devices=0"
     )
 
 
@@ -161,7 +163,8 @@ def check_prompt_noise(config: NoiseConfig, plan: RLPlan) -> None:
   offer = f"micro_batch_size={sizes[-1]}, or " if sizes else ""
   raise UserError(
     f"gns_from_microbatches=true with num_generations={plan.num_generations} and a microbatch of "
-    f"{plan.micro_batch} completions: the noise scale per prompt is estimated from the differences of at least "
+    f"{plan.micro_batch} completions: the noise scale per prompt is estimated from the "
+    "differences of at least "
     "two microbatches, or replicas of one, of whole groups, and of the halves of each group, which "
     f"the devices share alike; for example {offer}gns_from_microbatches=false"
   )
@@ -177,12 +180,14 @@ def _check_beginning(config: Config) -> None:
     return
   if keys.load_parameters_path:
     raise UserError(
-      f"warm_start_steps={rl.warm_start_steps} and load_parameters_path={keys.load_parameters_path}: "
+      f"warm_start_steps={rl.warm_start_steps} and "
+      f"load_parameters_path={keys.load_parameters_path}: "
       "the run begins with one of them; for example warm_start_steps=0"
     )
   if not rl.rl_task:
     raise UserError(
-      f"warm_start_steps={rl.warm_start_steps} trains on the demonstrations of a built-in task, and "
+      f"warm_start_steps={rl.warm_start_steps} trains on the demonstrations of a built-in task, "
+      "and "
       "rl_task is empty; for example warm_start_steps=0 load_parameters_path=runs/mine"
     )
 

@@ -213,20 +213,24 @@ REFUSALS: Mapping[str, tuple[dict[str, Any], str]] = {
   ),
   "no number": (
     {"batch_size": "many"},
-    "batch_size='many' is no number; for example batch_size=4, batch_size=0.25 or batch_size='1/3'",
+    "batch_size='many' is not a number; for example batch_size=4, batch_size=0.25 or "
+    "batch_size='1/3'",
   ),
   "a bool": (
     {"batch_size": True},
-    "batch_size=True is no number; for example batch_size=4, batch_size=0.25 or batch_size='1/3'",
+    "batch_size=True is not a number; for example batch_size=4, batch_size=0.25 or "
+    "batch_size='1/3'",
   ),
   "a number that nobody means": (
     {"total_samples": "1e999999999"},
-    "total_samples='1e999999999' is no number; for example total_samples=4, total_samples=0.25 or "
+    "total_samples='1e999999999' is not a number; for example total_samples=4, total_samples=0.25 "
+    "or "
     "total_samples='1/3'",
   ),
   "two budgets": (
     {"steps": 3, "total_samples": 9},
-    "steps=3, total_samples=9, total_tokens=-1: exactly one must be set, the others -1; for example "
+    "steps=3, total_samples=9, total_tokens=-1: exactly one must be set, the others -1; for "
+    "example "
     "steps=-1",
   ),
   "tokens of what": (
@@ -244,7 +248,8 @@ REFUSALS: Mapping[str, tuple[dict[str, Any], str]] = {
   ),
   "the rest of nothing": (
     {"mesh": {"data": -1, "fsdp": 4}},
-    "mesh={'data': -1, 'fsdp': 4}: an axis of -1 takes the remaining devices and needs num_devices; "
+    "mesh={'data': -1, 'fsdp': 4}: an axis of -1 takes the remaining devices and needs "
+    "num_devices; "
     "for example num_devices=4",
   ),
   "no devices": (

@@ -188,7 +188,7 @@ ERRORS = {
     "A value that works: num_devices=1"
   ),
   "num_simulated_devices=0": (
-    "num_simulated_devices=0 means the devices that are there, and a plan looks at none; "
+    "num_simulated_devices=0 means this machine's devices, which a plan does not look at; "
     "for example num_devices=8 or compile_topology=v5e-8"
   ),
   "num_hosts=0": (
@@ -205,7 +205,8 @@ ERRORS = {
     "command line: there is no option '--plots'. Did you mean --plot? --help lists every option."
   ),
   "num_device=8": (
-    "command line: there is no key 'num_device'. Did you mean num_devices? --help all lists every key."
+    "command line: there is no key 'num_device'. Did you mean num_devices? --help all lists every "
+    "key."
   ),
   "num_devices": "'num_devices' is not of the form key=value. Did you mean num_devices=VALUE?",
 }
@@ -235,13 +236,15 @@ def test_a_topology_and_a_number_of_devices(capsys):
   [
     (
       ["micro_batch_size=auto", "batch_size=96"],
-      "Open   micro_batch_size=auto chooses from 1, 2, 3, 4, 6, 12 samples per device and microbatch; "
+      "Open   micro_batch_size=auto chooses from 1, 2, 3, 4, 6, 12 samples per device and "
+      "microbatch; "
       "below as if it were 12 samples",
     ),
     (
       ["micro_batch_size=auto"],
       "Open   micro_batch_size=auto chooses from 1, 2, 4 samples per device and microbatch; "
-      "batch_size is the default: 32, 4 samples for each of 8 devices; below as if it were 4 samples",
+      "batch_size is the default: 32, 4 samples for each of 8 devices; below as if it were 4 "
+      "samples",
     ),
     (
       ["micro_batch_size={explore: {min: 2, max: 8}}"],

@@ -17,7 +17,8 @@ def check_columns(key: str, file: SourceFile, schema: Any, column: str, weights:
   types = library("pyarrow.types", file.path)
   if column not in schema.names:
     raise UserError(
-      f"{key}: {file.path} has no column {column}, named by train_data_columns or eval_data_columns;"
+      f"{key}: {file.path} has no column {column}, named by train_data_columns or "
+      "eval_data_columns;"
       f" its columns: {', '.join(schema.names) or 'none'}"
     )
   type_ = schema.field(column).type
@@ -37,7 +38,7 @@ def check_columns(key: str, file: SourceFile, schema: Any, column: str, weights:
   is_list = is_list and (types.is_integer(kind.value_type) or types.is_struct(kind.value_type))
   if not (is_text or is_list or types.is_null(kind)):
     raise UserError(
-      f"{key}: the column {column} of {file.path} is of type {type_}, and is to hold text, or token "
+      f"{key}: the column {column} of {file.path} is of type {type_}, but must hold text, or token "
       "ids with tokenize_train_data=false; name another column in train_data_columns"
     )
   if weights and weights not in schema.names:

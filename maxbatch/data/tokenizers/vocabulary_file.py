@@ -55,7 +55,8 @@ def hub_folder(
     return Path(hub.snapshot_download(name, allow_patterns=[*files, *BESIDE], token=token or None))
   except errors.GatedRepoError as error:
     raise UserError(
-      f"{nowhere} it is gated: accept its conditions at {hub.constants.ENDPOINT}/{name}, and give a "
+      f"{nowhere} it is gated: accept its conditions at {hub.constants.ENDPOINT}/{name}, and give "
+      "a "
       "token of that account in HF_TOKEN, or by `hf auth login`"
     ) from error
   except errors.LocalEntryNotFoundError as error:
@@ -68,7 +69,8 @@ def hub_folder(
   except (OSError, ValueError) as error:
     text = " ".join(str(error).split())[:200]
     raise UserError(
-      f"{nowhere} it cannot be read ({text}); give a file or folder that is here, or a name such as "
+      f"{nowhere} it cannot be read ({text}); give a file or folder that is here, or a name such "
+      "as "
       "meta-llama/Llama-3.1-8B (a private one needs a token in HF_TOKEN)"
     ) from error
 
@@ -118,7 +120,8 @@ def read_vocabulary(data: DataConfig, *names: str) -> VocabularyFile:
     )
   if is_url(data.tokenizer_path):
     raise UserError(
-      f"{given}: a vocabulary is not read from a URL; copy it to this machine, and give the file or "
+      f"{given}: a vocabulary cannot be read from a URL; copy it to this machine, and give the "
+      "file or "
       "its folder, for example tokenizer_path=my_tokenizer"
     )
   path = Path(data.tokenizer_path).expanduser()
