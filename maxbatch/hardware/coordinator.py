@@ -136,8 +136,13 @@ class Coordinator:
       self._client.key_value_delete(f"{_PREFIX}{folder}/")
 
   def meet(self, name: str, seconds: float) -> None:
-    """Waits until all processes have come here."""
+    """Waits until all processes have come here. Raises RuntimeError if one has not by then."""
     self._client.wait_at_barrier(_PREFIX + name, int(seconds * 1000))
+
+  def forget_addresses(self) -> None:
+    """Removes what Gloo, of jax's CPU client, has written for connections that have failed."""
+    with contextlib.suppress(*_ERRORS):
+      self._client.key_value_delete("cpu:gloo/")
 
 
 _exchanges = itertools.count()

@@ -1,7 +1,9 @@
 """One end for all processes of a run, whichever of them it begins in."""
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -31,6 +33,25 @@ _CHECKS_PER_LIMIT = 8
 def watch_others(limit_seconds: float) -> None:
   """Begins to watch the other processes, which have joined; one that is silent so long is lost."""
   _watches.append(Watch(Coordinator(), limit_seconds))
+  _libc().signal(signal.SIGABRT, _aborted)
+
+
+def _libc() -> ctypes.CDLL:
+  libc = ctypes.CDLL(None)
+  libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+  libc.signal.restype = ctypes.c_void_p
+  return libc
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _aborted(_: int) -> None:
+  """Holds the thread in which a library has called abort(), until the process ends.
+
+  Gloo does so in a thread of its own when another process goes in the midst of a collective; Python's own
+  handlers wait for the main thread, which never comes.
+  """
+  for watch in _watches:
+    watch.abort()
 
 
 def lose_coordinator() -> None:
@@ -77,6 +98,8 @@ def leave_with_others(exit_code: int, *, at_once: bool = False) -> NoReturn:
   agreed = exit_code
   for watch in _watches:
     agreed = watch.leave(exit_code)
+    if not agreed:
+      signal.signal(signal.SIGABRT, signal.SIG_DFL)  # Python is taken down.
   if agreed and (_watches or at_once):
     for stream in (sys.stdout, sys.stderr):
       if stream is not None:  # as it is in a process that was started without

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from maxbatch.errors import EXIT_PROCESS_FAILED
 from maxbatch.hardware.coordinator import Coordinator
@@ -113,8 +114,21 @@ class Watch:
       return None
     if not _BROKEN_CONNECTION.match(str(error)):
       return None
-    self._ended.wait(self._limit + 2 * self._pause + _GRACE_SECONDS)
+    self._await_cause()
     return self._end
+
+  def abort(self) -> NoReturn:
+    """Ends this process, in which a library has called abort(), by what has happened to another one.
+
+    Or all by this one, if nothing has. Takes as long as `cause_of`.
+    """
+    self._await_cause()
+    self.fail("was aborted by a library, whose last words are in its log")
+    while True:  # The guard ends it.
+      time.sleep(_GRACE_SECONDS)
+
+  def _await_cause(self) -> None:
+    self._ended.wait(self._limit + 2 * self._pause + _GRACE_SECONDS)
 
   def leave(self, exit_code: int) -> int:
     """Waits for the others; the exit code on which they agree.

@@ -26,6 +26,7 @@ from maxbatch.core.plan import BatchPlan
 from maxbatch.data.dataset import Dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import check_alike, gather, shared_error
+from maxbatch.hardware.connections import connect_processes
 from maxbatch.hardware.devices import idle_accelerators, start_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.run_folder.paths import RunFolder
@@ -59,6 +60,8 @@ def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
     return
   log = RunFolder.of(config.run).process_log(number) if leaves_files else Path(os.devnull)
   with process_log(log, speaks=number == 0):
+    with ending_together(alone=True):
+      connect_processes(config.distributed.jax_distributed_initialization_timeout)
     check_alike(_keys(config) | _installation() | own_modules(config))
     try:
       yield

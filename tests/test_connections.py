@@ -1,0 +1,181 @@
+"""Devices of several processes are connected before a step needs them, however late one of them comes."""
+
+import re
+import socket
+import sys
+
+import jax
+import pytest
+from preloaded import started
+from processes import small_run
+from several_processes import free_port, place, train, wait
+
+from maxbatch.errors import SaidByAnotherError, UserError
+from maxbatch.hardware import connections
+
+GLOO = "UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed out"
+
+CONNECTED = """
+import sys
+from maxbatch import train
+from maxbatch.hardware.coordinator import Coordinator
+from maxbatch.hardware.processes import leave_together
+from maxbatch.modes import run
+
+
+def groups():
+  written = Coordinator()._client.key_value_dir_get_bytes("cpu:gloo/")
+  return sorted({name.split("/")[1] for name, _ in written})
+
+
+prepare, before = run.prepare, []
+def prepared(*arguments, **more):
+  before.append(prepare(*arguments, **more))
+  print("connected:", *groups())
+  return before[0]
+run.prepare = prepared
+code = train.main(sys.argv[1:])
+print("used:", *groups())
+leave_together(code)
+"""
+"""A run that says which groups of devices Gloo had connected before its first step, and in all."""
+
+LATE = """
+import sys, time
+from maxbatch.config.load import load_config
+from maxbatch.hardware.processes import leave_together
+from maxbatch.modes import start
+
+start.connect_processes = lambda limit, connect=start.connect_processes: (
+  time.sleep({seconds} if config.distributed.process_id else 0), connect(limit)
+)
+config = load_config(["config=base", "num_simulated_devices=2", *sys.argv[1:]])
+with start.started(config, leaves_files=False):
+  pass
+print("alike", flush=True)
+leave_together(0)
+"""
+"""A process that has joined, and begins to compare its keys with the others late."""
+
+
+def test_every_group_that_a_run_uses_is_connected_before_its_first_step(tmp_path):
+  mesh = ["ici_data_parallelism=1", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"]
+  run = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
+  ended = train(
+    2,
+    [*run, *mesh, "num_simulated_devices=4", "steps=1"],
+    command=[sys.executable, "-c", CONNECTED],
+  )
+  assert [(one.exit_code, one.errors) for one in ended] == [(0, "")] * 2
+  before, after = (re.findall(f"{word}: (.*)", ended[0].output) for word in ("connected", "used"))
+  assert before == after
+  # Two devices of each process, the second's from 2048: along fsdp, along tensor, along both.
+  assert {"0,2048", "1,2049", "0,1,2048,2049"} <= {*after[0].split()}
+
+
+def late(seconds: float, *keys: str) -> list[tuple[int, str, str]]:
+  """How two processes end of which the second one is late."""
+  port, code = free_port(), LATE.format(seconds=seconds)
+  ended = wait(
+    [started([sys.executable, "-c", code, *keys, *place(number, 2, port)]) for number in range(2)]
+  )
+  return [(one.exit_code, one.output, one.errors) for one in ended]
+
+
+def test_a_process_may_come_later_than_gloo_would_wait():
+  assert late(33) == [(0, "alike\n", "")] * 2
+
+
+def test_a_process_that_comes_after_our_limit_is_said_to():
+  # Longer than to join takes: from there on the limit counts anew.
+  (code, output, errors), (other_code, *_) = late(60, "jax_distributed_initialization_timeout=20")
+  assert (code, other_code, output) == (4, 4, "")
+  assert "jax_distributed_initialization_timeout=20 seconds to connect their devices" in errors
+
+
+class Alone:
+  """Coordinator and Exchange of a process without others."""
+
+  process, num_processes, forgotten = 0, 1, 0
+
+  def meet(self, name: str, seconds: float) -> None:
+    del name, seconds
+
+  def forget_addresses(self) -> None:
+    Alone.forgotten += 1
+
+  def __call__(self, value: list[str]) -> list[list[str]]:
+    return [value]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+  for name in ("Coordinator", "Exchange"):
+    monkeypatch.setattr(connections, name, Alone)
+  monkeypatch.setattr(Alone, "forgotten", 0)
+
+
+def failing(times: int):
+  """Work that meets an error of Gloo's so many times; and how often it was called."""
+  calls = []
+
+  def work() -> None:
+    calls.append(1)
+    if len(calls) <= times:
+      raise jax.errors.JaxRuntimeError(f"{GLOO}\nwith a key")
+
+  return work, calls
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_connection_that_fails_is_tried_once_more():
+  work, calls = failing(1)
+  connections._together(work, 1)
+  assert (len(calls), Alone.forgotten) == (2, 1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_connection_that_fails_twice_ends_all_with_a_sentence():
+  work, calls = failing(2)
+  with pytest.raises(UserError) as error:
+    connections._together(work, 1)
+  assert not isinstance(error.value, SaidByAnotherError)
+  assert len(calls) == 2
+  assert str(error.value).startswith("its devices and those of the other processes could not be")
+  assert f"in 2 tries: {GLOO}. " in str(error.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_other_errors_are_not_taken_for_one_of_a_connection():
+  def work() -> None:
+    raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+  with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+    connections._together(work, 1)
+
+
+ABORTED = """
+import ctypes, sys, threading
+from maxbatch import train
+from maxbatch.hardware.processes import leave_together
+from maxbatch.training import loop
+
+dispatch, steps = loop._dispatch, []
+def dispatched(*arguments):
+  steps.append(1)
+  if len(steps) == 2 and "process_id=1" in sys.argv:
+    # As a library's own thread does, outside of Python.
+    threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()
+  return dispatch(*arguments)
+loop._dispatch = dispatched
+leave_together(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_library_that_aborts_a_process_ends_all_with_our_exit_code(tmp_path):
+  run = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
+  keys = ["num_simulated_devices=2", "steps=100000", "jax_distributed_heartbeat_timeout_seconds=4"]
+  first, second = train(2, [*run, *keys], command=[sys.executable, "-c", ABORTED])
+  assert (first.exit_code, second.exit_code) == (4, 4)
+  said = f"stopped: process 1 on {socket.gethostname()} was aborted by a library, whose last words"
+  assert said in first.errors
