@@ -13,7 +13,14 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from maxbatch.core.accumulate import Accumulated, Squares, accumulate, divisor, objective
+  from maxbatch.core.accumulate import (
+    Accumulated,
+    Squares,
+    accumulate,
+    divisor,
+    objective,
+    sum_denominators,
+  )
   from maxbatch.core.check_split import Finding, SplitReport, check_split
   from maxbatch.core.confidence import Interval
   from maxbatch.core.make_plan import plan
@@ -73,6 +80,7 @@ __all__ = [
   "plan",
   "sample_keys",
   "step_optimizer",
+  "sum_denominators",
   "train_step",
 ]
 # What the package exports and where it is, once more for Python as for type checkers above.
@@ -82,6 +90,7 @@ _EXPORTS = {
   "accumulate": "maxbatch.core.accumulate",
   "divisor": "maxbatch.core.accumulate",
   "objective": "maxbatch.core.accumulate",
+  "sum_denominators": "maxbatch.core.accumulate",
   "Finding": "maxbatch.core.check_split",
   "SplitReport": "maxbatch.core.check_split",
   "check_split": "maxbatch.core.check_split",

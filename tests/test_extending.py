@@ -85,22 +85,31 @@ def test_a_section_works_as_it_is_written(section, folder, capfd):
     assert last["my_tokens_of_expert/0"] + last["my_tokens_of_expert/1"] > 0
 
 
-@pytest.mark.parametrize(
-  "split",
-  [
-    "accumulation=streamed",
-    "ici_pipeline_parallelism=2 pipeline_schedule=1f1b",
-  ],
-)
-def test_terms_that_a_split_cannot_add_up_are_refused(split, folder, capfd, monkeypatch):
+def run_of_experts(folder: pathlib.Path, *given: str) -> int:
   (section,) = [title for title in SECTIONS if "a loss of the model's own" in title]
   write_files(folder, section)
-  use_first_devices(monkeypatch, 2 if "pipeline" in split else 1)
   small = [f"{key}={value}" for key, value in (SMALL | {"base_num_decoder_layers": 2}).items()]
   paths = [f"base_output_directory={folder}", "dataset_path=text.txt", "dataset_cache_directory=."]
-  given = ["decoder_block=my_experts:Mixture", *split.split()]
-  assert train.main(["config=base", *small, *paths, *given]) == 2
+  return train.main(["config=base", *small, *paths, "decoder_block=my_experts:Mixture", *given])
+
+
+def test_terms_in_a_pipeline_are_refused(folder, capfd, monkeypatch):
+  use_first_devices(monkeypatch, 2)
+  assert run_of_experts(folder, "ici_pipeline_parallelism=2", "pipeline_schedule=1f1b") == 2
   assert "my_balance" in capfd.readouterr().err
+
+
+def test_streamed_steps_report_a_model_s_terms_as_fused_ones(folder, capfd):
+  found = {}
+  for accumulation in ("fused", "streamed"):
+    keys = f"run_name={accumulation}", f"accumulation={accumulation}", "steps=2"
+    code = run_of_experts(folder, *keys, "gradient_accumulation_steps=3", "packing=false")
+    assert code == 0, capfd.readouterr()
+    found[accumulation] = read_metrics(folder / accumulation)
+  for fused, streamed in zip(found["fused"], found["streamed"], strict=True):
+    assert set(fused) == set(streamed)
+    for name in ("loss", "grad_norm", "my_balance", "my_router_entropy", "my_tokens_of_expert/0"):
+      assert streamed[name] == pytest.approx(fused[name], rel=1e-6), name
 
 
 def test_the_table_names_every_section_s_registry():

@@ -96,8 +96,10 @@ class _Bench:
     jax.block_until_ready((self._state, self._rows))
     began = self._clock()
     flags = stop_flags(self._trainer.mesh)
-    inputs = self._trainer.microbatches(num_microbatches), self._rate
-    for _ in range(num_microbatches if self._streamed else 1):
+    dispatches = num_microbatches if self._streamed else 1
+    denominators = self._trainer.denominators([self._rows] * dispatches)
+    inputs = self._trainer.microbatches(num_microbatches, denominators), self._rate
+    for _ in range(dispatches):
       arguments = self._state, self._rows, *inputs, *(() if flags is None else (flags,))
       self._state, _ = self._step(*arguments)
     jax.block_until_ready(self._state)

@@ -80,8 +80,11 @@ class Accumulate(Protocol):
       keys: one random key for each row (k, B); None: nothing is drawn.
       zeros: float32 zeros like the parameters, in which the sums may be formed: donated ones save
         the memory of a second set.
-      denominators: of the step's terms, by name, where this is one dispatch of several. Needed only
-        if there are several terms with denominators of their own.
+      denominators: of the step's terms, by name, where this is one dispatch of several
+        (`sum_denominators`). Needed only if terms have denominators of their own.
+
+    Raises:
+      ValueError: a denominator is missing.
     """
     ...
 
@@ -138,21 +141,59 @@ def accumulate(
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     counted = jnp.asarray(num_microbatches)
-    arguments = constants, params, rows, counted, keys, zeros, denominators
     local = functools.partial(_sums, loss, layout, summand, squared_norm)
-    if mesh is None or mesh.shape.get(replicas, 1) == 1:
-      return local(None, *arguments)
-    whole, divided = PartitionSpec(), PartitionSpec(None, replicas)
-    return jax.shard_map(
-      functools.partial(local, replicas),
-      mesh=mesh,
-      in_specs=(whole, whole, divided, whole, divided, whole, whole),
-      out_specs=whole,
-      axis_names={replicas},
-      check_vma=False,
-    )(*arguments)
+    others = constants, params, counted, zeros, denominators
+    return _on_replicas(local, mesh, replicas, (rows, keys), *others)
 
   return run
+
+
+def sum_denominators(
+  loss: Callable[..., tuple[Terms, Stats]],
+  mesh: Mesh | None = None,
+  *,
+  constants: Any = None,
+  replicas: str = "data",
+) -> Callable[..., dict[str, jax.Array]]:
+  """Returns the function that sums the terms' denominators over microbatches, without running the model.
+
+  A streamed step must know those of all its dispatches before the first one: add them up.
+
+  Args:
+    loss: terms and statistics of some rows.
+    mesh: as for `accumulate`.
+    constants: as for `accumulate`.
+    replicas: as for `accumulate`.
+
+  The function takes (params, rows, num_microbatches, keys=None) as `accumulate`'s does, and returns a
+  float32 scalar for each term, by name.
+  """
+
+  def run(
+    params: Any, rows: Any, num_microbatches: Any, keys: jax.Array | None = None
+  ) -> dict[str, jax.Array]:
+    local = functools.partial(_denominators, loss)
+    others = constants, params, jnp.asarray(num_microbatches)
+    return _on_replicas(local, mesh, replicas, (rows, keys), *others)
+
+  return run
+
+
+def _on_replicas(
+  local: Callable[..., Any], mesh: Mesh | None, replicas: str, fed: Any, *others: Any
+) -> Any:
+  """Returns `local(axis, fed, *others)`, run on each replica with its rows (k, B, …) of what is fed."""
+  if mesh is None or mesh.shape.get(replicas, 1) == 1:
+    return local(None, fed, *others)
+  whole = PartitionSpec()
+  return jax.shard_map(
+    functools.partial(local, replicas),
+    mesh=mesh,
+    in_specs=(PartitionSpec(None, replicas), *(whole for _ in others)),
+    out_specs=whole,
+    axis_names={replicas},
+    check_vma=False,
+  )(fed, *others)
 
 
 def _sums(
@@ -161,27 +202,25 @@ def _sums(
   summand: Callable[[Any], Any],
   squared_norm: Callable[[Any], jax.Array] | None,
   axis: str | None,
+  fed: tuple[Any, jax.Array | None],
   constants: Any,
   params: Any,
-  rows: Any,
   num_microbatches: jax.Array,
-  keys: jax.Array | None,
   zeros: Any,
   denominators: Any,
 ) -> Accumulated:
   """Returns the sums over all replicas, of which this is one of those along `axis`."""
 
   def microbatch(index: jax.Array) -> tuple[Any, jax.Array | None]:
-    return jax.tree.map(lambda x: x[index], (rows, keys))
+    return jax.tree.map(lambda x: x[index], fed)
 
-  loss_fn: Loss = loss if constants is None else lambda *of_rows: loss(*of_rows, constants)
-  gradient = _Gradient(loss_fn)
+  gradient = _Gradient(_with_constants(loss, constants))
   shapes = gradient.shapes(params, *jax.eval_shape(microbatch, jnp.int32(0)))
   weights = None
   if gradient.num_divisors > 1:
     if denominators is None:
-      denominators = _denominators(loss_fn, axis, params, microbatch, num_microbatches, shapes[0])
-    weights = _weights(shapes[0], denominators)
+      denominators = _denominators(loss, axis, fed, constants, params, num_microbatches)
+    weights = term_weights(shapes[0], denominators)
 
   def add(index: jax.Array, carry: Any) -> Any:
     gradients, sums, squares = carry
@@ -195,7 +234,7 @@ def _sums(
       squares = of_each + squared_norm(new), divisors_k.at[index].set(_first(terms).denominator)
     return layout(gradients), joined(sums, (terms, stats)), squares
 
-  k = jax.tree.leaves(rows)[0].shape[0]
+  k = jax.tree.leaves(fed)[0].shape[0]
   carry = layout(zeros), zeros_of(shapes), _no_squares(squared_norm, zeros, k, shapes[0])
   # No loop around a single microbatch: the TPU compiler otherwise computes parts of it twice.
   gradients, (terms, stats), of_parts = (
@@ -252,36 +291,57 @@ def _first(terms: Terms) -> Ratio:
   return next(iter(terms.values()))
 
 
+def _with_constants(loss: Callable[..., tuple[Terms, Stats]], constants: Any) -> Loss:
+  return loss if constants is None else lambda *of_rows: loss(*of_rows, constants)
+
+
 def _denominators(
-  loss: Loss,
+  loss: Callable[..., tuple[Terms, Stats]],
   axis: str | None,
+  fed: tuple[Any, jax.Array | None],
+  constants: Any,
   params: Any,
-  microbatch: Callable[[jax.Array], tuple[Any, jax.Array | None]],
   num_microbatches: jax.Array,
-  shapes: Terms,
 ) -> dict[str, jax.Array]:
   """Returns each term's denominator of the whole dispatch, before the first backward.
 
   Denominators do not depend on the parameters, so the compiler drops the model from this loop.
   """
+  loss_fn = _with_constants(loss, constants)
+
+  def of_microbatch(index: jax.Array) -> dict[str, jax.Array]:
+    terms, _ = loss_fn(params, *jax.tree.map(lambda x: x[index], fed))
+    return {name: term.denominator.sum() for name, term in terms.items()}
 
   def add(index: jax.Array, total: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    terms, _ = loss(params, *microbatch(index))
-    return {name: total[name] + term.denominator.sum() for name, term in terms.items()}
+    return joined(total, of_microbatch(index))
 
-  zeros = {name: jnp.zeros((), jnp.float32) for name in shapes}
+  zeros = zeros_of(jax.eval_shape(of_microbatch, jnp.int32(0)))
   total = jax.lax.fori_loop(0, num_microbatches, add, zeros)
   return total if axis is None else over_replicas(total, axis)
 
 
-def _weights(shapes: Terms, denominators: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def term_weights(terms: Terms, denominators: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns what each numerator counts, so that the sum divided by the first denominator is the
-  gradient of the objective."""
-  first = denominators[next(iter(shapes))]
+  gradient of the objective.
+
+  Args:
+    terms: terms, or their shapes.
+    denominators: of the whole step.
+
+  Raises:
+    ValueError: one is missing.
+  """
+  if missing := [name for name in terms if name not in denominators]:
+    raise ValueError(
+      f"terms with denominators of their own in one dispatch of several need those of the whole step, "
+      f"and that of {', '.join(missing)} is missing: add up `sum_denominators` of all dispatches"
+    )
+  first = denominators[next(iter(terms))]
   of_first = jnp.where(first == 0, 1.0, first)
   return {
     name: term.coefficient * safe_ratio(of_first, denominators[name])
-    for name, term in shapes.items()
+    for name, term in terms.items()
   }
 
 

@@ -154,7 +154,10 @@ def sum_entries(sums: Sums, gradients: Any) -> tuple[Sums, None]:
 
 
 Step = Callable[..., tuple[StepState, StepResult]]
-"""(state, rows, num_microbatches, keys, denominators, **extra) → (state, result)."""
+"""(state, rows, num_microbatches, keys, denominators, **extra) → (state, result).
+
+`denominators` are those of a streamed step's terms, if these differ: `sum_denominators` of its dispatches.
+"""
 
 
 def train_step(
@@ -185,6 +188,8 @@ def train_step(
   ) -> tuple[StepState, StepResult]:
     zeros, opt_state = _kept(state.opt_state) if streamed else _lent(state.opt_state)
     is_last = optimizer.ends_step(opt_state)
+    if streamed and denominators is None:
+      denominators = {}  # This dispatch's own are not the step's.
     found = accumulate(
       state.params, rows, num_microbatches, keys, zeros=zeros, denominators=denominators
     )

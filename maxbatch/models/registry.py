@@ -13,12 +13,14 @@ from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import ModelConfig
+from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, sharding
@@ -26,7 +28,7 @@ from maxbatch.models import transformer
 from maxbatch.models.cache import Cache, Decode
 from maxbatch.models.layers import Norm, Parameter
 from maxbatch.models.lora import add_adapters
-from maxbatch.models.outputs import Outputs
+from maxbatch.models.outputs import Outputs, outputs_of
 from maxbatch.models.probes import Probe, exponent_probe, probe_of
 from maxbatch.models.trainable import ADAPTER, Path, frozen_paths
 from maxbatch.precision.policy import PLAIN, Policy
@@ -139,6 +141,7 @@ class Model:
   graph: nnx.GraphDef
   abstract: nnx.State
   abstract_probes: nnx.State
+  max_target_length: int
   trainable: tuple[str, ...] = ()
   """The patterns of the parameters that train."""
   policy: Policy = PLAIN
@@ -195,6 +198,18 @@ class Model:
   def shapes(self) -> Parameters:
     """Returns shape and dtype of every parameter."""
     return nnx.to_pure_dict(self.abstract)
+
+  @functools.cached_property
+  def own_sums(self) -> tuple[Terms, Stats]:
+    """Shapes of the terms and statistics that it returns beside hidden states, if it has any."""
+    row = jax.ShapeDtypeStruct((1, self.max_target_length), np.int32)
+    weights = jax.ShapeDtypeStruct(row.shape, np.float32)
+    rows = Rows(row, row, weights, jax.ShapeDtypeStruct((1,), np.int32))  # pyright: ignore[reportArgumentType]
+
+    def handed_out(parameters: Parameters, rows: Rows) -> tuple[Terms, Stats]:
+      return outputs_of(self.bind(parameters)(rows, None))[1:]
+
+    return jax.eval_shape(handed_out, self.shapes(), rows)
 
   def axes(self) -> dict[tuple[str, ...], LogicalAxes]:
     """Returns the logical axes of every parameter by its path; stacked layers have `layers` in
@@ -291,7 +306,8 @@ def _built(
     return structure, parameters, measured
 
   graph, abstract, abstract_probes = jax.eval_shape(create, jax.random.key(0))
-  return Model(config, create, graph, abstract, abstract_probes, trainable, policy)
+  shapes = graph, abstract, abstract_probes
+  return Model(config, create, *shapes, max_target_length, trainable, policy)
 
 
 def _set_policy(model: nnx.Module, policy: Policy) -> None:

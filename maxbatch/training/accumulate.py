@@ -4,13 +4,14 @@ k microbatches, B rows of a microbatch over all devices, T tokens.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from maxbatch.core.accumulate import Accumulate, Accumulated, accumulate
+from maxbatch.core.accumulate import Accumulate, Accumulated, accumulate, sum_denominators
 from maxbatch.core.terms import Stats, Sum, Terms
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models.registry import Model, Parameters, by_path, joined
@@ -42,20 +43,7 @@ def model_accumulate(
 
   Its sums are in parts (…, F, S), for partial_sums.joined_sums.
   """
-
-  def loss_fn(
-    params: dict[str, Parameters],
-    microbatch: Any,
-    keys_B: jax.Array | None,
-    constants: tuple[Parameters, jax.Array | None],
-  ) -> tuple[Terms, Stats]:
-    frozen, scale = constants
-    whole, probes = joined(params[_PARAMS], frozen), params[_PROBES]
-    terms, stats = loss(model, whole, microbatch, keys_B, probes, measures.metrics, scale)
-    if measures.noise(model):
-      stats = {**stats, **noise_stats(loss.rows(microbatch))}
-    return terms, stats
-
+  loss_fn = functools.partial(_loss, model, loss, measures)
   accumulate_parts = accumulate(
     loss_fn,
     mesh,
@@ -93,6 +81,44 @@ def model_accumulate(
     return result._replace(gradients=result.gradients[_PARAMS], stats=stats)
 
   return run
+
+
+def step_denominators(
+  model: Model, mesh: Mesh, measures: Measures, loss: Loss
+) -> Callable[[Any], dict[str, jax.Array]]:
+  """Returns the function from what a dispatch is fed to the denominators of its terms, by name.
+
+  They do not depend on parameters, which are zeros here that nothing is computed with.
+  """
+  total = sum_denominators(
+    functools.partial(_loss, model, loss, measures), mesh, constants=({}, None)
+  )
+
+  def run(rows: Any) -> dict[str, jax.Array]:
+    k, B = loss.rows(rows).inputs.shape[:2]
+    shapes = model.shapes(), model.probes(B // mesh.shape["data"], mesh.shape["tensor"])
+    params, probes = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return total({_PARAMS: params, _PROBES: probes}, rows, k)
+
+  return run
+
+
+def _loss(
+  model: Model,
+  loss: Loss,
+  measures: Measures,
+  params: dict[str, Parameters],
+  microbatch: Any,
+  keys_B: jax.Array | None,
+  constants: tuple[Parameters, jax.Array | None],
+) -> tuple[Terms, Stats]:
+  """Returns terms and statistics of a microbatch, with what the noise scale needs of its rows."""
+  frozen, scale = constants
+  whole, probes = joined(params[_PARAMS], frozen), params[_PROBES]
+  terms, stats = loss(model, whole, microbatch, keys_B, probes, measures.metrics, scale)
+  if measures.noise(model):
+    stats = {**stats, **noise_stats(loss.rows(microbatch))}
+  return terms, stats
 
 
 def _constrained(model: Model, gradients: dict[str, Parameters]) -> dict[str, Parameters]:

@@ -271,8 +271,9 @@ def traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
 
 def _traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
   batch = trainer.loss.batch_shapes(rows)
+  denominators = jax.eval_shape(lambda fed: trainer.denominators([fed]), batch)
   microbatches = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trainer.microbatches(1)
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trainer.microbatches(1, denominators)
   )
   flags = abstract_stop_flags(trainer.mesh)
   inputs = trainer.abstract, batch, microbatches, jax.ShapeDtypeStruct((), np.float32)

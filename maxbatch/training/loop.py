@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -118,31 +119,36 @@ def _dispatch(
   Raises:
     RowsError: a row of it is not what was read for it.
   """
+  trainer = job.trainer
   phase, learning_rate = job.plan.phase_at(position.samples), np.float32(rate)
   programs = job.programs
   if job.noise is not None:
     programs = job.noise.programs_at(position.step, programs)
     state = job.noise.ready(position.step, state)
-  step, mesh = programs(phase.micro_batch), job.trainer.mesh
-  wrong = []
+  step, num_microbatches = programs(phase.micro_batch), phase.num_microbatches
+  dispatches = num_microbatches if trainer.streamed else 1
+  wrong, metrics = [], None
 
-  def dispatch(state: TrainState, heard: bool) -> tuple[TrainState, StepMetrics]:
-    flags = stop_flags(mesh, heard)
+  def rows_of(dispatch: int) -> Any:
     try:
-      rows = next(loader)
+      return next(loader)
     except WrongRowError as error:
-      _check_rows(job, position, [*wrong, error.place])
+      unknown = [None] * (dispatch - len(wrong))
+      _check_rows(job, position, [*wrong, *unknown, error.place])
       raise
-    inputs = rows, job.trainer.microbatches(phase.num_microbatches), learning_rate
-    state, metrics = step(state, *inputs, *(() if flags is None else (flags,)))
-    job.hooks.dispatched(metrics)
-    return state, metrics
 
-  for _ in range(phase.num_microbatches - 1 if job.trainer.streamed else 0):
-    state, metrics = dispatch(state, heard=False)
+  fed: Iterable[Any] = map(rows_of, range(dispatches))
+  if trainer.needs_denominators:
+    fed = list(fed)
+  of_step = trainer.microbatches(num_microbatches, trainer.denominators(fed))
+  for number, rows in enumerate(fed, 1):
+    flags = stop_flags(trainer.mesh, number == dispatches and stop.requested)
+    inputs = rows, of_step, learning_rate, *(() if flags is None else (flags,))
+    state, metrics = step(state, *inputs)
+    job.hooks.dispatched(metrics)
     wrong.append(metrics.wrong_row)
-  state, metrics = dispatch(state, heard=stop.requested)
-  return state, metrics._replace(wrong_row=(*wrong, metrics.wrong_row))
+  assert metrics is not None
+  return state, metrics._replace(wrong_row=tuple(wrong))
 
 
 def _due(job: Job, before: Position, after: Position, period: int) -> bool:

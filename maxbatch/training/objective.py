@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from maxbatch.core.terms import Max, Ratio, Stat, Stats, Sum, Terms
+from maxbatch.core.terms import Max, Ratio, Stat, Stats, Sum, Terms, zeros_of
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.precision.loss_scale import scaled_gradient
@@ -144,12 +144,20 @@ def model_sums(
     return Ratio(numerator, in_parts(term.denominator.sum()), term.coefficient)
 
   return (
-    {name: part_of(term) for name, term in terms.items()},
+    {name: part_of(term) for name, term in sorted(terms.items())},
     {
       name: stat if isinstance(stat, Max) else jax.tree.map(in_parts, stat)
-      for name, stat in stats.items()
+      for name, stat in sorted(stats.items())
     },
   )
+
+
+def zero_model_sums(model: Model) -> tuple[dict[str, Ratio], dict[str, Stat]]:
+  """Returns what a model hands out of no rows, where nothing is in parts."""
+  terms, stats = model.own_sums
+  zero = jnp.zeros((), jnp.float32)
+  none = {name: Ratio(zero, zero, term.coefficient) for name, term in sorted(terms.items())}
+  return none, dict(zeros_of(stats))
 
 
 def noise_stats(rows: Rows) -> dict[str, Stat]:

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from maxbatch.core.accumulate import Squares
-from maxbatch.core.terms import Ratio, Sum
+from maxbatch.core.terms import Ratio, Sum, zeros_of
 from maxbatch.core.train_step import StepOptimizer
 from maxbatch.core.train_step import Sums as StepSums
 from maxbatch.hardware.sharding import replicated, sharding
@@ -19,7 +19,14 @@ from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.precision.loss_scale import LossScale, LossScaling
 from maxbatch.training.loss import LossSums
 from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums, zero_token_sums
-from maxbatch.training.objective import LOSS, PROBES, ROW_TOKENS_SQUARED, ROWS, zero_stats
+from maxbatch.training.objective import (
+  LOSS,
+  PROBES,
+  ROW_TOKENS_SQUARED,
+  ROWS,
+  zero_model_sums,
+  zero_stats,
+)
 from maxbatch.training.optimizer_sharding import place_optimizer_state
 
 _HOST = "pinned_host"
@@ -83,7 +90,8 @@ def zero_sums(metrics: Metrics) -> Sums:
 def zero_step_sums(model: Model, measures: Measures) -> StepSums:
   """Returns the sums of a streamed step before its first dispatch."""
   zero = jnp.zeros((), jnp.float32)
-  stats = zero_stats(measures.metrics)
+  own_terms, own_stats = zero_model_sums(model)
+  stats = zero_stats(measures.metrics) | own_stats
   if measures.noise(model):
     stats |= {
       ROWS: Sum(zero),
@@ -91,7 +99,7 @@ def zero_step_sums(model: Model, measures: Measures) -> StepSums:
       PROBES: Sum(zero_probe_squares(model)),
     }
   squares = Squares(zero, zero, zero, zero) if measures.microbatch_squares else None
-  return StepSums(OrderedDict({LOSS: Ratio(zero, zero)}), stats, squares)
+  return StepSums(OrderedDict({LOSS: Ratio(zero, zero)} | own_terms), stats, squares)
 
 
 def zero_probe_squares(model: Model, parts: tuple[int, ...] = ()) -> Parameters:
@@ -234,7 +242,8 @@ def from_saved(
 
   def zeros() -> TrainState:
     made = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
-    return made._replace(loss_scale=scaling.begin(noted) if scaling else None)
+    scale = scaling.begin(noted) if scaling else None
+    return made._replace(sums=zeros_of(empty.sums), loss_scale=scale)
 
   made = jax.jit(zeros, out_shardings=shardings(empty))()
   opt_state = made.opt_state._replace(

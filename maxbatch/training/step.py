@@ -7,7 +7,7 @@ same sums, and agree to rounding.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -27,7 +27,6 @@ from maxbatch.core.train_step import (
   train_step,
 )
 from maxbatch.data.rows import Rows
-from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Model, Parameters, Probed, by_path
@@ -37,7 +36,7 @@ from maxbatch.precision.loss_scale import LossScaling
 from maxbatch.precision.policy import PLAIN
 from maxbatch.precision.rounding import stochastically_updated
 from maxbatch.training import partial_sums
-from maxbatch.training.accumulate import model_accumulate
+from maxbatch.training.accumulate import model_accumulate, step_denominators
 from maxbatch.training.loss import loss_parts
 from maxbatch.training.loss_scaling import (
   Applied,
@@ -114,8 +113,10 @@ class EvalMetrics(NamedTuple):
   """int32: `first_wrong_row`."""
 
 
-Microbatches = np.int32 | TimetableArrays | None
-"""What a fused step trains on: `Trainer.microbatches`; None for a streamed one, which has its own."""
+Denominators = Mapping[str, jax.Array]
+"""Of a whole step's terms, float32 scalars by name."""
+Microbatches = np.int32 | TimetableArrays | Denominators | None
+"""What a dispatch is told of its step, see `Trainer.microbatches`."""
 Step = Callable[..., tuple[TrainState, StepMetrics]]
 """(state, rows, microbatches, learning_rate, stop_flags) → (state, metrics); the given state is donated.
 
@@ -187,11 +188,36 @@ class Trainer:
     policies = [self.abstract.params] * self.num_saved_policies
     return to_save(self.abstract, keeps_frozen=self.keeps_frozen) | _named(policies)
 
-  def microbatches(self, count: int) -> Microbatches:
-    """Returns what makes a step train on the first `count` microbatches of its rows."""
+  def microbatches(self, count: int, denominators: Denominators | None = None) -> Microbatches:
+    """Returns what a dispatch is told of its step: fused, to train on the first `count` microbatches of
+    its rows; streamed, the `denominators` of the step's terms."""
     if self.streamed:
-      return None
+      return denominators
     return np.int32(count) if self.pipeline is None else step_arrays(self.pipeline, count)
+
+  @property
+  def needs_denominators(self) -> bool:
+    """Whether a dispatch must be told the denominators of its step: it is one of several, and the model
+    has terms of its own."""
+    return self.streamed and bool(self.model.own_sums[0])
+
+  @functools.cached_property
+  def _denominators(self) -> Callable[[Any], Denominators]:
+    of_dispatch = step_denominators(self.model, self.mesh, self.measures, self.loss)
+
+    def run(rows: Any) -> Denominators:
+      with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+        return of_dispatch(rows)
+
+    return jax.jit(run, out_shardings=replicated(self.mesh))
+
+  def denominators(self, dispatches: Iterable[Any]) -> Denominators | None:
+    """Returns those of the terms of a streamed step, given what its dispatches are fed; None where each
+    has what it needs."""
+    if not self.needs_denominators:
+      return None
+    each = [self._denominators(rows) for rows in dispatches]
+    return jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *each)
 
   def to_save(self, state: TrainState, policies: Sequence[Parameters] = ()) -> dict[str, Any]:
     """Returns what a checkpoint holds of a state, its layers in the model's order, and of earlier
@@ -242,8 +268,9 @@ def update(
     microbatches: of `Trainer.microbatches`.
     learning_rate: float32 scalar.
   """
-  accumulate, count = _accumulate(trainer, state), microbatches
+  accumulate, count, denominators = _accumulate(trainer, state), microbatches, None
   if trainer.streamed:
+    denominators = microbatches
     parts = trainer.loss.rows(rows).inputs.shape[0]
     count = parts if trainer.pipeline is None else step_arrays(trainer.pipeline, parts)
   step = train_step(
@@ -255,7 +282,7 @@ def update(
   )
   keys = trainer.loss.keys(trainer.model, trainer.dropout_key, rows)
   before = StepState(state.params, state.opt_state, state.sums)
-  after, result = step(before, rows, count, keys, learning_rate=learning_rate)
+  after, result = step(before, rows, count, keys, denominators, learning_rate=learning_rate)
   loss, scale, scaling = result.sums.terms[LOSS].value(), state.loss_scale, None
   updates = result.updates
   if scale is not None and trainer.loss_scaling is not None:
@@ -289,19 +316,7 @@ def _accumulate(trainer: Trainer, state: TrainState) -> Accumulate:
 
 
 def _reduce(trainer: Trainer, sums: Sums, gradients: Parameters) -> tuple[Sums, Parameters]:
-  """Returns sums that were in parts, and for every probe the square of what it measures, so far.
-
-  Raises:
-    UserError: the model hands out what dispatches cannot add up.
-  """
-  if trainer.abstract.sums is not None:
-    known = {*trainer.abstract.sums.terms, *trainer.abstract.sums.stats}
-    if own := sorted({*sums.terms, *sums.stats} - known):
-      raise UserError(
-        f"accumulation=streamed: decoder_block={trainer.model.config.decoder_block} hands out "
-        f"{', '.join(own)}, which are divided by the whole step's denominators, and a dispatch sees one "
-        "microbatch; for example accumulation=fused"
-      )
+  """Returns sums that were in parts, and for every probe the square of what it measures, so far."""
   return partial_sums.joined_sums(sums, _squares(trainer.model, gradients))
 
 
