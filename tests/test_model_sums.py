@@ -8,25 +8,44 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from initial_states import initial_state, random_parameters
 from experts import KEYS, experts
-from support import config, in_microbatches, mesh, program_text, uneven_rows
+from support import SMALLEST, config, in_microbatches, mesh, program_text, uneven_rows
 
+from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.core.terms import Sum
+from maxbatch.errors import UserError
+from maxbatch.models import registry
+from maxbatch.models.outputs import Outputs
 from maxbatch.models.registry import Parameters, build_model
+from maxbatch.models.transformer import Transformer
+from maxbatch.training import build, tick
+from maxbatch.training.build import build_trainer
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
+from maxbatch.training.step import (
+  StepMetrics,
+  Trainer,
+  eval_function,
+  eval_shardings,
+  rows_shardings,
+  step_function,
+)
 
-T, ROWS, RATE = 16, 32, np.float32(1000)
-"""Beside an update as large as that, rounding of the parameters themselves is nothing."""
+T, ROWS, LAYERS, RATE = 16, 24, 4, np.float32(1000)
+"""Beside an update as large as that, rounding of the parameters themselves is nothing. A third of the rows
+is padding, and is a whole microbatch of 3."""
+SIZES = {**SMALLEST, "base_num_decoder_layers": LAYERS, "opt_type": "sgd"}
+SIZES |= {"gradient_clipping_threshold": 0, **KEYS}
 pytestmark = pytest.mark.usefixtures("experts")
 __all__ = ["experts"]
 
 
 def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 0, **keys: object) -> Trainer:
   """Of fused steps, or of streamed ones in so many dispatches."""
-  settings = config(opt_type="sgd", gradient_clipping_threshold=0, **KEYS | keys)
+  settings = config(**SIZES | keys)
   model = build_model(settings.model, T)
   optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches or 1)
   parts = model, optimizer, mesh(*axes), jax.random.key(7)
@@ -50,7 +69,7 @@ def stepped(parts: Trainer, k: int) -> tuple[Parameters, StepMetrics]:
   function = step_function(parts, pieces[0])
   for piece in pieces:
     state, metrics = function(state, piece, of_step, RATE)
-  after, metrics = jax.device_get((state.params, metrics))
+  after, metrics = jax.device_get((parts.by_layer(state.params), metrics))
   return jax.tree.map(np.subtract, after, parameters()), metrics
 
 
@@ -82,7 +101,7 @@ def error(found: Parameters, expected: Parameters) -> float:
 
 @pytest.mark.parametrize(
   ("axes", "k", "streamed"),
-  [((2, 2, 2), 4, False), ((1, 1, 1), 4, True), ((2, 2, 2), 2, True)],
+  [((2, 2, 2), 3, False), ((1, 1, 1), 3, True), ((2, 2, 2), 2, True)],
 )
 def test_any_split_trains_as_the_whole_batch(axes, k, streamed):
   assert_same(stepped(trainer(axes, k if streamed else 0), k), whole())
@@ -101,5 +120,70 @@ def test_denominators_are_found_without_the_model():
   assert "dot(" not in text
   assert "all-gather" not in text
   found = jax.device_get(parts.denominators([piece, piece]))
-  tokens, layers = np.sum(fed.weights), 2
-  assert found == {"loss": 2 * tokens, "my_balance": 2 * ROWS * layers}
+  assert found == {"loss": 2 * np.sum(fed.weights), "my_balance": 2 * ROWS * LAYERS}
+
+
+# --- pipelines ------------------------------------------------------------------------------------
+
+
+def pipelined(schedule: str, stages: int, k: int, **keys: object) -> Trainer:
+  """Of steps of k microbatches, each in 4 through the stages."""
+  keys = {f"ici_{axis}_parallelism": keys.pop(axis, 1) for axis in ("data", "fsdp")} | keys
+  keys |= {"pipeline_schedule": schedule, "ici_pipeline_parallelism": stages}
+  keys |= {"num_pipeline_microbatches": 4, "gradient_accumulation_steps": k}
+  count = stages * keys["ici_data_parallelism"] * keys["ici_fsdp_parallelism"]
+  batch = {"per_device_batch_size": f"{ROWS // k}/{count}", "num_simulated_devices": count}
+  settings = config(**SIZES | keys | batch)
+  plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, count))
+  return build_trainer(settings, plan, jax.devices()[:count])
+
+
+REPEATED = {"num_pipeline_repeats": 2}
+
+
+@pytest.mark.parametrize(
+  ("schedule", "stages", "k", "keys"),
+  [
+    ("gpipe", 2, 3, {"data": 2}),
+    ("gpipe", 4, 1, {}),
+    ("1f1b", 4, 3, {}),
+    ("1f1b", 2, 1, {"fsdp": 2, "pipeline_stash": "residuals"}),
+    ("circular", 2, 1, REPEATED),
+    ("interleaved_1f1b", 2, 3, REPEATED),
+    ("1f1b", 2, 3, {"accumulation": "streamed"}),
+  ],
+)
+def test_a_pipeline_trains_as_the_whole_batch(schedule, stages, k, keys):
+  assert_same(stepped(pipelined(schedule, stages, k, **keys), k), whole())
+
+
+def test_an_evaluation_in_a_pipeline_leaves_them_out():
+  rows = uneven_rows(ROWS, T)
+  found = []
+  for parts in (trainer(), pipelined("gpipe", 2, 1)):
+    placed = jax.device_put(rows, eval_shardings(rows, parts.mesh))
+    params = initial_state(parts, parameters()).params
+    found.append(jax.device_get(eval_function(parts, rows)(params, placed)))
+  plain, other = found
+  assert other.loss == pytest.approx(plain.loss, rel=1e-6)
+  assert set(other.metrics) == set(plain.metrics) == set()
+
+
+def test_what_idle_stages_hand_out_adds_nothing(monkeypatch):
+  monkeypatch.setattr(tick, "_blank", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+  build._trainer.cache_clear()
+  assert_same(stepped(pipelined("gpipe", 2, 1), 1), whole())
+
+
+def test_what_is_not_of_the_layers_is_refused_in_a_pipeline(monkeypatch):
+  import my_experts  # pyright: ignore[reportMissingImports]
+
+  def with_another(self: Any, rows: Any, keys_B: Any) -> Outputs:
+    found = Transformer.__call__(self, rows, keys_B)
+    assert isinstance(found, Outputs)
+    return found._replace(stats={**(found.stats or {}), "my_rows": Sum(jnp.zeros(()))})
+
+  monkeypatch.setattr(my_experts.Mixture, "__call__", with_another, raising=False)
+  registry._built.cache_clear()
+  with pytest.raises(UserError, match="hands out my_rows beside what its layers do"):
+    stepped(pipelined("gpipe", 2, 1, base_mlp_dim=48), 1)

@@ -9,8 +9,9 @@ B rows, T tokens, D width.
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from maxbatch.core.terms import Stats, Terms, map_stats
+from maxbatch.core.terms import Ratio, Stat, Stats, Terms, map_stats
 
 
 class Outputs(NamedTuple):
@@ -35,6 +36,22 @@ def outputs_of(result: jax.Array | Outputs) -> tuple[jax.Array, Terms, Stats]:
 def hidden_of(result: jax.Array | Outputs) -> jax.Array:
   """Returns the hidden states (B, T, D) alone, where nothing is minimized."""
   return outputs_of(result)[0]
+
+
+def whole_sums(terms: Terms, stats: Stats) -> tuple[dict[str, Ratio], dict[str, Stat]]:
+  """Returns terms as scalars, and all sums of floats in float32, by name."""
+
+  def in_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+  def of_term(term: Ratio) -> Ratio:
+    numerator, denominator = (in_float32(x.sum()) for x in (term.numerator, term.denominator))
+    return Ratio(numerator, denominator, term.coefficient)
+
+  return (
+    {name: of_term(term) for name, term in sorted(terms.items())},
+    {name: map_stats(in_float32, lambda x: x, stat) for name, stat in sorted(stats.items())},
+  )
 
 
 def over_layers(stacked: tuple[Terms, Stats]) -> tuple[Terms, Stats]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import ModelConfig
@@ -209,7 +209,9 @@ class Model:
     def handed_out(parameters: Parameters, rows: Rows) -> tuple[Terms, Stats]:
       return outputs_of(self.bind(parameters)(rows, None))[1:]
 
-    return jax.eval_shape(handed_out, self.shapes(), rows)
+    # One row, which no mesh around this divides.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+      return jax.eval_shape(handed_out, self.shapes(), rows)
 
   def axes(self) -> dict[tuple[str, ...], LogicalAxes]:
     """Returns the logical axes of every parameter by its path; stacked layers have `layers` in

@@ -8,6 +8,7 @@ Checkpoints are in the model's order, so a run can resume with another schedule 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -19,7 +20,7 @@ from jax.core import Tracer
 from maxbatch.core.rows import sample_keys
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.models.outputs import outputs_of
+from maxbatch.models.outputs import Outputs, outputs_of, whole_sums
 from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.loss import LossSums, cross_entropy_parts, loss_options
@@ -67,19 +68,15 @@ class ModelParts:
 
   def apply_layers(
     self, layers: FlatParams, rest: FlatParams, x_RTD: jax.Array, rows: Rows, first_layer: jax.Array
-  ) -> jax.Array:
-    """Applies the layers, the first of which is layer `first_layer` of the model."""
+  ) -> Outputs:
+    """Applies the layers, the first of which is layer `first_layer` of the model.
+
+    Their terms are scalars; all sums of floats are in float32.
+    """
     keys_R = self._dropout_keys(rows)
     bound = self._bind(layers, rest)
     y_RTD, terms, stats = outputs_of(bound.apply_layers(x_RTD, rows, keys_R, first_layer))
-    if terms or stats:
-      names = ", ".join([*terms, *stats])
-      raise UserError(
-        f"decoder_block={self.model.config.decoder_block} hands out {names}, which a pipeline's stages do "
-        "not add up; for example pipeline_schedule=none, with ici_fsdp_parallelism instead of "
-        "ici_pipeline_parallelism"
-      )
-    return y_RTD
+    return Outputs(y_RTD, *whole_sums(terms, stats))
 
   def loss(
     self,
@@ -123,6 +120,14 @@ class ModelParts:
     if self.dropout_key is None or self.model.config.dropout_rate == 0:
       return None
     return sample_keys(self.dropout_key, rows.sample_ids)
+
+
+def used_params(function: Callable[[FlatParams], Any], rest: FlatParams) -> FlatParams:
+  """Returns those of some parameters that the function uses: gradients of the others are zero, not added."""
+  traced = jax.make_jaxpr(function)(rest).jaxpr
+  read = {id(variable) for equation in traced.eqns for variable in equation.invars}
+  given = zip(sorted(rest), traced.invars, strict=True)
+  return {path: rest[path] for path, variable in given if id(variable) in read}
 
 
 def bind_layered(model: Model, parameters: Parameters) -> LayeredModel:

@@ -10,7 +10,7 @@ program.
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxbatch.core.accumulate import Accumulate, Accumulated
-from maxbatch.core.terms import Ratio
+from maxbatch.core.terms import Ratio, over_replicas
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.pipeline_parallel.schedule import BufferLimits
@@ -32,7 +32,13 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
 from maxbatch.training import partial_sums
 from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.model_parts import FlatParams, ModelParts, merge_layers, split_layers
-from maxbatch.training.objective import LOSS, ratios
+from maxbatch.training.objective import LOSS, model_sums, ratios
+from maxbatch.training.stage_terms import (
+  StageSums,
+  step_denominators,
+  term_gradients,
+  zero_stage_sums,
+)
 from maxbatch.training.stash import InputStash, StageInput, Stash, make_stash
 from maxbatch.training.state import Sums
 from maxbatch.training.tick import PipelineStage
@@ -83,14 +89,17 @@ def pipelined_accumulate(
     zeros: Any = None,
     denominators: Any = None,
   ) -> Accumulated:
-    del keys, denominators  # Keys are made of the rows' samples, and there is one denominator.
+    del keys  # They are made of the rows' samples.
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    d_layers, d_rest, sums = jax.shard_map(
+    d_layers, d_rest, sums, own = jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(_OVER_STAGE, _TIMETABLE_SPECS, _OVER_DATA, *(_PARAMETER_SPECS,) * 2, _REPLICATED),
-      out_specs=(*_PARAMETER_SPECS, _REPLICATED),
+      in_specs=(
+        *(_OVER_STAGE, _TIMETABLE_SPECS, _OVER_DATA),
+        *(_PARAMETER_SPECS, _PARAMETER_SPECS, _REPLICATED, _REPLICATED),
+      ),
+      out_specs=(*_PARAMETER_SPECS, _REPLICATED, _REPLICATED),
       axis_names=_MANUAL_AXES,
       check_vma=False,
     )(
@@ -100,10 +109,13 @@ def pipelined_accumulate(
       split_layers(model, joined(params, frozen or {})),
       split_layers(model, zeros),
       scale,
+      denominators,
     )
     loss, weight, of_tokens = jax.tree.map(partial_sums.of_one, sums)
-    terms = OrderedDict({LOSS: Ratio(loss, weight)})
-    return Accumulated(merge_layers(d_layers, d_rest), terms, ratios(of_tokens, weight))
+    own_terms, own_stats = model_sums(*own, None)
+    terms = OrderedDict({LOSS: Ratio(loss, weight)} | own_terms)
+    stats = ratios(of_tokens, weight) | own_stats
+    return Accumulated(merge_layers(d_layers, d_rest), terms, stats)
 
   return run
 
@@ -184,18 +196,24 @@ def _local_gradients(
   params: tuple[FlatParams, FlatParams],
   zeros: tuple[FlatParams, FlatParams],
   scale: jax.Array | None,
-) -> tuple[FlatParams, FlatParams, Sums]:
+  denominators: Mapping[str, jax.Array] | None,
+) -> tuple[FlatParams, FlatParams, Sums, StageSums]:
   """Runs one stage of one replica, and sums its results over stages and replicas as needed."""
   layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
   microbatch = split_microbatches(rows, pipeline.num_pipeline_microbatches)
   stash = _make_stash(parts, pipeline, layers, rest, microbatch)
-  stage = PipelineStage(
-    parts, pipeline, stage_index[0], layers, rest, microbatch, ticks, stash, capacity, scale
-  )
+  own, d_terms = zero_stage_sums(parts.model), {}
+  if own.terms:
+    if denominators is None:
+      given = stage_index[0], (layers, rest), microbatch, ticks
+      denominators = step_denominators(parts, pipeline, *given)
+    d_terms = term_gradients(parts.model, denominators, scale)
+  of_step = ticks, stash, capacity, scale, own, d_terms
+  stage = PipelineStage(parts, pipeline, stage_index[0], layers, rest, microbatch, *of_step)
   state = stage.run(split_repeats(zeros[0], pipeline.repeats), zeros[1])
   d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state.d_layers)
-  d_rest, sums = lax.psum((state.d_rest, state.sums), ("data", "stage"))
-  return lax.psum(d_layers, "data"), d_rest, sums
+  others = state.d_rest, state.sums, state.own
+  return lax.psum(d_layers, "data"), *over_replicas(others, ("data", "stage"))
 
 
 def _local_sums(

@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LogicalAxes, auto_axis_sizes, local_shape
+from maxbatch.models.outputs import Outputs
 from maxbatch.training.model_parts import FlatParams, ModelParts, split_layers, trained
 
 
@@ -55,17 +56,30 @@ class Residual(NamedTuple):
     return math.prod(local_shape(self.axes, self.shape)) * self.dtype.itemsize
 
 
+class OutputGradients(NamedTuple):
+  """Gradients of the objective by what layers hand out."""
+
+  y_RTD: jax.Array
+  numerators: dict[str, jax.Array]
+  """Of the layers' own terms, float32 scalars."""
+
+
 def layers_vjp(
   parts: ModelParts, rest: FlatParams, stage_input: StageInput
-) -> tuple[jax.Array, Callable[[jax.Array], tuple[FlatParams, jax.Array]]]:
-  """Returns the layers' output, and the vjp: from its gradient to those of the parameters that
+) -> tuple[Outputs, Callable[[OutputGradients], tuple[FlatParams, jax.Array]]]:
+  """Returns the layers' outputs, and the vjp: from their gradients to those of the parameters that
   train and of the input."""
 
-  def apply(layers: FlatParams, x_RTD: jax.Array) -> jax.Array:
+  def apply(layers: FlatParams, x_RTD: jax.Array) -> tuple[OutputGradients, Outputs]:
     layers = stage_input.layers | layers
-    return parts.apply_layers(layers, rest, x_RTD, stage_input.rows, stage_input.first_layer)
+    rows, first = stage_input.rows, stage_input.first_layer
+    outputs = parts.apply_layers(layers, rest, x_RTD, rows, first)
+    numerators = {name: term.numerator for name, term in (outputs.terms or {}).items()}
+    return OutputGradients(outputs.hidden_BTD, numerators), outputs
 
-  return jax.vjp(apply, trained(parts.model, stage_input.layers), stage_input.x_RTD)
+  trains = trained(parts.model, stage_input.layers)
+  _, vjp_fn, outputs = jax.vjp(apply, trains, stage_input.x_RTD, has_aux=True)
+  return outputs, vjp_fn
 
 
 def stage_residuals(
@@ -158,20 +172,20 @@ class InputStash:
   rest: FlatParams
   residuals: tuple[Residual, ...] = ()
 
-  def forward(self, stage_input: StageInput) -> tuple[jax.Array, Arrays]:
-    """Returns the output, without residuals."""
+  def forward(self, stage_input: StageInput) -> tuple[Outputs, Arrays]:
+    """Returns the outputs, without residuals."""
     rows, first = stage_input.rows, stage_input.first_layer
     return self.parts.apply_layers(
       stage_input.layers, self.rest, stage_input.x_RTD, rows, first
     ), ()
 
   def backward(
-    self, stage_input: StageInput, arrays: Arrays, d_y_RTD: jax.Array
+    self, stage_input: StageInput, arrays: Arrays, gradients: OutputGradients
   ) -> tuple[FlatParams, jax.Array]:
     """Recomputes the layers, then runs their vjp."""
     del arrays
     _, vjp_fn = layers_vjp(self.parts, self.rest, stage_input)
-    return vjp_fn(d_y_RTD)
+    return vjp_fn(gradients)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +193,8 @@ class ResidualStash:
   """Keeps the residuals that depend on the input.
 
   Attributes:
-    forward_fn: from the leaves of a StageInput to the output and the leaves of the vjp.
+    forward_fn: from the leaves of a StageInput to those of the outputs and of the vjp.
+    outputs: the tree structure of the outputs.
     recompute_fn: from the leaves of a StageInput to the leaves of the vjp that are recomputed.
     vjp_fn: the tree structure of the vjp, which is a function and a tree of arrays.
     residual_indices: for each leaf of the vjp its index in `residuals`; None if recomputed.
@@ -187,26 +202,29 @@ class ResidualStash:
   """
 
   forward_fn: Callable[..., Sequence[jax.Array]]
+  outputs: Any
   recompute_fn: Callable[..., Sequence[jax.Array]]
   vjp_fn: Any
   residual_indices: tuple[int | None, ...]
   residuals: tuple[Residual, ...]
 
-  def forward(self, stage_input: StageInput) -> tuple[jax.Array, Arrays]:
-    """Returns the output, and the residuals that depend on the input."""
-    y_RTD, *leaves = self.forward_fn(*jax.tree.leaves(stage_input))
-    by_index = dict(zip(self.residual_indices, leaves, strict=True))
-    return y_RTD, tuple(by_index[index] for index in range(len(self.residuals)))
+  def forward(self, stage_input: StageInput) -> tuple[Outputs, Arrays]:
+    """Returns the outputs, and the residuals that depend on the input."""
+    leaves = self.forward_fn(*jax.tree.leaves(stage_input))
+    count = self.outputs.num_leaves
+    by_index = dict(zip(self.residual_indices, leaves[count:], strict=True))
+    residuals = tuple(by_index[index] for index in range(len(self.residuals)))
+    return jax.tree.unflatten(self.outputs, leaves[:count]), residuals
 
   def backward(
-    self, stage_input: StageInput, arrays: Arrays, d_y_RTD: jax.Array
+    self, stage_input: StageInput, arrays: Arrays, gradients: OutputGradients
   ) -> tuple[FlatParams, jax.Array]:
     """Runs the vjp with the residuals and with the leaves that are recomputed."""
     recomputed = iter(self.recompute_fn(*jax.tree.leaves(stage_input)))
     leaves = [
       next(recomputed) if index is None else arrays[index] for index in self.residual_indices
     ]
-    return jax.tree.unflatten(self.vjp_fn, leaves)(d_y_RTD)
+    return jax.tree.unflatten(self.vjp_fn, leaves)(gradients)
 
 
 Stash = InputStash | ResidualStash
@@ -222,17 +240,19 @@ def make_stash(name: str, parts: ModelParts, rest: FlatParams, stage_input: Stag
 def _make_residual_stash(
   parts: ModelParts, rest: FlatParams, stage_input: StageInput
 ) -> ResidualStash:
-  traced, (_, vjp_fn) = jax.make_jaxpr(
+  traced, (outputs, vjp_fn) = jax.make_jaxpr(
     lambda stage_input: layers_vjp(parts, rest, stage_input), return_shape=True
   )(stage_input)
-  x_index, count = len(stage_input.layers), len(traced.jaxpr.outvars)
-  is_saved = [at > 0 and _depends_on(traced.jaxpr, at, x_index) for at in range(count)]
+  x_index, first = len(stage_input.layers), len(jax.tree.leaves(outputs))
+  leaves = traced.jaxpr.outvars[first:]
+  is_saved = [_depends_on(traced.jaxpr, first + at, x_index) for at in range(len(leaves))]
   recomputed, _ = dce_jaxpr(
-    traced.jaxpr, [at > 0 and not saved for at, saved in enumerate(is_saved)], instantiate=True
+    traced.jaxpr, [False] * first + [not saved for saved in is_saved], instantiate=True
   )
-  residual_indices = _unique_indices(traced.jaxpr.outvars[1:], is_saved[1:])
+  residual_indices = _unique_indices(leaves, is_saved)
   return ResidualStash(
     forward_fn=core.jaxpr_as_fun(traced),
+    outputs=jax.tree.structure(outputs),
     recompute_fn=core.jaxpr_as_fun(core.ClosedJaxpr(recomputed, traced.consts)),
     vjp_fn=jax.tree.structure(vjp_fn),
     residual_indices=residual_indices,

@@ -30,8 +30,9 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   TimetableArrays,
 )
 from maxbatch.training.loss import LossSums
-from maxbatch.training.model_parts import FlatParams, ModelParts, trained
-from maxbatch.training.stash import Arrays, StageInput, Stash
+from maxbatch.training.model_parts import FlatParams, ModelParts, trained, used_params
+from maxbatch.training.stage_terms import NO_SUMS, StageSums, stage_sums
+from maxbatch.training.stash import Arrays, OutputGradients, StageInput, Stash
 from maxbatch.training.state import Sums, zero_sums
 
 
@@ -61,15 +62,18 @@ class StageState(NamedTuple):
   """float32 sums of this stage's share of the gradients of all other parameters that train."""
   sums: Sums
   """This stage's share of the loss and the weight."""
+  own: StageSums
+  """What its layers hand out."""
 
 
 class ForwardResult(NamedTuple):
-  """The input and output of a stage's layers, and the residuals to stash."""
+  """The input and output of a stage's layers, the residuals to stash, and what the layers hand out."""
 
   x_RTD: Any
   """None in an evaluation, which keeps nothing for a backward."""
   y_RTD: jax.Array
   residuals: Arrays
+  own: StageSums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +91,8 @@ class PipelineStage:
     stash: what is kept of a forward until its backward.
     capacity: slots of the buffers; None in an evaluation, without backwards and buffers.
     scale: by which gradients are multiplied, a float32 scalar; None: by nothing.
+    own: zeros of what the layers hand out; without any of it in an evaluation.
+    term_gradients: the objective's gradient by the numerators of their terms.
   """
 
   parts: ModelParts
@@ -99,6 +105,8 @@ class PipelineStage:
   stash: Stash
   capacity: BufferLimits | None = None
   scale: jax.Array | None = None
+  own: StageSums = NO_SUMS
+  term_gradients: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
   def run(self, zero_layers: FlatParams, zero_rest: FlatParams) -> StageState:
     """Runs all ticks; the arguments are zeros in which the gradients are summed, if there are any."""
@@ -118,6 +126,7 @@ class PipelineStage:
       d_layers=self._constrain_like_params(zero_layers),
       d_rest=self._constrain_like_params(zero_rest),
       sums=zero_sums(self.parts.metrics),
+      own=self.own,
     )
     return lax.fori_loop(0, self.ticks.num_ticks, self._tick, state)
 
@@ -125,14 +134,13 @@ class PipelineStage:
     row: StageArrays = jax.tree.map(lambda x: x[tick, 0], self.ticks.stages)
     all_stages: TickArrays = jax.tree.map(lambda x: x[tick], self.ticks.all_stages)
     state, waiting_RTD = self._receive(row, state)
-    x_RTD, y_RTD, residuals = self._cond(
+    x_RTD, y_RTD, residuals, own = self._cond(
       "forward",
       all_stages.forward,
       lambda: self._forward(row.forward, all_stages.embedding, waiting_RTD),
-      lambda: self._result(
-        _blank_like(waiting_RTD), _blank_like(waiting_RTD), self._blank_residuals()
-      ),
+      lambda: self._no_forward(_blank_like(waiting_RTD)),
     )
+    state = state._replace(own=state.own.add(own, row.forward.is_active))
     state, d_y_RTD = self._add_loss(all_stages, y_RTD, state)
     if state.buffers is None:
       return state._replace(outgoing=(y_RTD,))
@@ -181,10 +189,13 @@ class PipelineStage:
       lambda: _blank_like(waiting_RTD),
     )
     x_RTD = jnp.where(self._is_first(entry), embedded_RTD, waiting_RTD)
-    return self._result(x_RTD, *self.stash.forward(self._stage_input(entry, x_RTD)))
+    outputs, residuals = self.stash.forward(self._stage_input(entry, x_RTD))
+    own = stage_sums(self.parts.model, outputs) if self.capacity else NO_SUMS
+    return ForwardResult(x_RTD if self.capacity else None, outputs.hidden_BTD, residuals, own)
 
-  def _result(self, x_RTD: jax.Array, y_RTD: jax.Array, residuals: Arrays) -> ForwardResult:
-    return ForwardResult(x_RTD if self.capacity else None, y_RTD, residuals)
+  def _no_forward(self, x_RTD: jax.Array) -> ForwardResult:
+    kept_RTD = x_RTD if self.capacity else None
+    return ForwardResult(kept_RTD, x_RTD, self._blank_residuals(), self.own)
 
   def _add_loss(
     self, all_stages: TickArrays, y_RTD: jax.Array, state: StageState
@@ -212,7 +223,7 @@ class PipelineStage:
 
     if self.capacity is None:
       return d_rest, sums.add(loss({}, y_RCD)[1], weights_RC.sum()), None
-    used = _used_params(lambda rest: loss(rest, y_RCD)[0], self._trained_rest)
+    used = used_params(lambda rest: loss(rest, y_RCD)[0], trained(self.parts.model, self.rest))
     (_, result), (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(used, y_RCD)
     d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : y_RTD.shape[1]]
     return self._add_gradients(d_rest, new), sums.add(result, weights_RC.sum()), d_y_RTD
@@ -262,7 +273,8 @@ class PipelineStage:
     d_layers: FlatParams,
   ) -> tuple[FlatParams, jax.Array]:
     """Adds the gradients of this stage's layers; returns them and that of their input."""
-    new, d_x_RTD = self.stash.backward(self._stage_input(entry, x_RTD), residuals, d_y_RTD)
+    gradients = OutputGradients(d_y_RTD, self.term_gradients)
+    new, d_x_RTD = self.stash.backward(self._stage_input(entry, x_RTD), residuals, gradients)
     # As in accumulate.py: keeps reductions over fsdp inside the loop.
     new = lax.optimization_barrier(new)
     summand = self.parts.model.policy.summand
@@ -281,13 +293,9 @@ class PipelineStage:
     def embed(used: FlatParams) -> jax.Array:
       return self.parts.embed(self.layers, self.rest | used, rows)
 
-    _, vjp_fn = jax.vjp(embed, _used_params(embed, self._trained_rest))
+    _, vjp_fn = jax.vjp(embed, used_params(embed, trained(self.parts.model, self.rest)))
     begins = entry.is_active & self._is_first(entry)
     return self._add_gradients(d_rest, vjp_fn(_mask(begins, d_x_RTD))[0])
-
-  @property
-  def _trained_rest(self) -> FlatParams:
-    return trained(self.parts.model, self.rest)
 
   def _is_first(self, entry: PassArrays) -> jax.Array:
     return (self.index == 0) & (entry.repeat == 0)
@@ -343,10 +351,10 @@ class PipelineStage:
     if isinstance(result, dict):
       return self._constrain_like_params(result)
     if isinstance(result, ForwardResult):
-      x_RTD, y_RTD = self._constrain(result.x_RTD), self._constrain(result.y_RTD)
-      return ForwardResult(x_RTD, y_RTD, self._constrain_residuals(result.residuals))
-    if isinstance(result, Sums):
-      return jax.tree.map(lambda x: constrain(x, ()), result)
+      x_RTD, y_RTD, own = (self._constrain(x) for x in (result.x_RTD, result.y_RTD, result.own))
+      return ForwardResult(x_RTD, y_RTD, self._constrain_residuals(result.residuals), own)
+    if isinstance(result, Sums | StageSums):
+      return jax.tree.map(lambda x: constrain(x, (None,) * x.ndim), result)
     if isinstance(result, tuple):
       return tuple(self._constrain(each) for each in result)
     return constrain(result, ("batch", "length", "activation_embed") if result.ndim else ())
@@ -368,14 +376,6 @@ class PipelineStage:
       path: constrain(leaf, (None,) * (leaf.ndim - len(axes[path])) + axes[path])
       for path, leaf in gradients.items()
     }
-
-
-def _used_params(function: Callable[[FlatParams], Any], rest: FlatParams) -> FlatParams:
-  """Returns the parameters that the function uses: gradients of the others are zero, not added."""
-  traced = jax.make_jaxpr(function)(rest).jaxpr
-  read = {id(variable) for equation in traced.eqns for variable in equation.invars}
-  given = zip(sorted(rest), traced.invars, strict=True)
-  return {path: rest[path] for path, variable in given if id(variable) in read}
 
 
 def _blank(shape: tuple[int, ...], dtype: Any) -> jax.Array:
