@@ -24,10 +24,11 @@ from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.build import build_trainer, streams, traced_step
+from maxbatch.training.evaluation import eval_function
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.model_parts import stage_order
 from maxbatch.training.state import TrainState, shardings
-from maxbatch.training.step import StepMetrics, Trainer, eval_function, rows_shardings
+from maxbatch.training.step import StepMetrics, Trainer, rows_shardings
 
 Keys = dict[str, object]
 

@@ -17,15 +17,9 @@ from tiny_model import loud_parameters, random_rows, tiny_config, tiny_model
 
 from maxbatch.errors import UserError
 from maxbatch.models.registry import Model
-from maxbatch.training.loss import (
-  LossOptions,
-  cross_entropy_parts,
-  keeps_gradients,
-  loss_options,
-  loss_sum,
-  num_tiles,
-)
+from maxbatch.training.loss import LossOptions, cross_entropy_parts, loss_options, loss_sum
 from maxbatch.training.metrics import NO_METRICS
+from maxbatch.training.tiles import keeps_gradients, num_tiles
 
 B, T, D, V = 3, 12, 8, 29
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from initial_states import initial_state, random_parameters
 from experts import KEYS, experts
+from initial_states import initial_state, random_parameters
 from support import SMALLEST, config, in_microbatches, mesh, program_text, uneven_rows
 
 from maxbatch.batch.from_config import plan_batches, topology
@@ -24,15 +24,9 @@ from maxbatch.models.registry import Parameters, build_model
 from maxbatch.models.transformer import Transformer
 from maxbatch.training import build, tick
 from maxbatch.training.build import build_trainer
+from maxbatch.training.evaluation import eval_function, eval_shardings
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.step import (
-  StepMetrics,
-  Trainer,
-  eval_function,
-  eval_shardings,
-  rows_shardings,
-  step_function,
-)
+from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
 
 T, ROWS, LAYERS, RATE = 16, 24, 4, np.float32(1000)
 """Beside an update as large as that, rounding of the parameters themselves is nothing. A third of the rows
@@ -126,7 +120,7 @@ def test_denominators_are_found_without_the_model():
 # --- pipelines ------------------------------------------------------------------------------------
 
 
-def pipelined(schedule: str, stages: int, k: int, **keys: object) -> Trainer:
+def pipelined(schedule: str, stages: int, k: int, **keys: Any) -> Trainer:
   """Of steps of k microbatches, each in 4 through the stages."""
   keys = {f"ici_{axis}_parallelism": keys.pop(axis, 1) for axis in ("data", "fsdp")} | keys
   keys |= {"pipeline_schedule": schedule, "ici_pipeline_parallelism": stages}

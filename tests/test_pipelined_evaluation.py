@@ -20,10 +20,11 @@ from maxbatch.pipeline_parallel.schedule import forward_only_timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline, eval_microbatches
 from maxbatch.pipeline_parallel.timetable import ModelChunk, TimetableShape
 from maxbatch.training.build import build_trainer
+from maxbatch.training.evaluation import eval_function
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.model_parts import stage_order
 from maxbatch.training.state import shardings
-from maxbatch.training.step import Trainer, eval_function
+from maxbatch.training.step import Trainer
 
 MOST = 32
 MODEL = SMALLEST | {

@@ -13,9 +13,10 @@ from support import config, in_microbatches, memory, mesh, relative_errors, unev
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import build_model
+from maxbatch.training.evaluation import eval_function
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.state import Measures, TrainState
-from maxbatch.training.step import Trainer, eval_function, rows_shardings, step_function
+from maxbatch.training.step import Trainer, rows_shardings, step_function
 
 T, ROWS, CAPACITY = 16, 32, 16
 

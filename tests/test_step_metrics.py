@@ -17,11 +17,12 @@ from maxbatch.errors import UserError
 from maxbatch.models.outputs import hidden_of
 from maxbatch.models.registry import Parameters, build_model
 from maxbatch.training import metrics
+from maxbatch.training.evaluation import eval_function
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.metrics import METRICS, TokenMetric, Tokens, chosen_metrics
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.state import Measures
-from maxbatch.training.step import Trainer, eval_function, rows_shardings, step_function
+from maxbatch.training.step import Trainer, rows_shardings, step_function
 
 T, ROWS, RATE = 16, 32, np.float32(0.1)
 KEY = jax.random.key(7)

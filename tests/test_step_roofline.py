@@ -18,7 +18,7 @@ from maxbatch.estimate.chips import CHIPS
 from maxbatch.estimate.compiled_steps import compiled_steps, read_report, remember
 from maxbatch.estimate.step_roofline import StepRoofline, step_rates, step_roofline
 from maxbatch.estimate.step_work import RematPolicy, StepWork, microbatch_work, step_work
-from maxbatch.training.loss import keeps_gradients, num_tiles
+from maxbatch.training.tiles import keeps_gradients, num_tiles
 from scripts.effective_batch import effective_batch
 
 # What a user has compiled comes before estimates.

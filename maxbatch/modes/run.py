@@ -59,13 +59,14 @@ from maxbatch.training.build import (
   streams,
   train_rows,
 )
+from maxbatch.training.evaluation import EvalStep
 from maxbatch.training.job import RECORD, Evaluation, Job, Outputs
 from maxbatch.training.loop import first_record, show_text, train
 from maxbatch.training.noise_run import Noise
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import TrainState
-from maxbatch.training.step import EvalStep, Trainer
+from maxbatch.training.step import Trainer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from maxbatch.hardware.sharding import constrain, over_rows
 from maxbatch.models.outputs import outputs_of
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.sampling.choice import unpacked
-from maxbatch.training.loss import cut_tokens, num_tiles, scan_tiles
+from maxbatch.training.tiles import cut_tokens, num_tiles, scan_tiles
 
 _NEVER = -1e30
 """In place of −∞, of which a product with probability 0 is not 0."""

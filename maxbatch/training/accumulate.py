@@ -83,7 +83,7 @@ def model_accumulate(
   return run
 
 
-def step_denominators(
+def dispatch_denominators(
   model: Model, mesh: Mesh, measures: Measures, loss: Loss
 ) -> Callable[[Any], dict[str, jax.Array]]:
   """Returns the function from what a dispatch is fed to the denominators of its terms, by name.
@@ -98,7 +98,8 @@ def step_denominators(
     k, B = loss.rows(rows).inputs.shape[:2]
     shapes = model.shapes(), model.probes(B // mesh.shape["data"], mesh.shape["tensor"])
     params, probes = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return total({_PARAMS: params, _PROBES: probes}, rows, k)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return total({_PARAMS: params, _PROBES: probes}, rows, k)
 
   return run
 

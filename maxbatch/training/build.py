@@ -33,12 +33,13 @@ from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.precision.loss_scale import LossScaling, scaling_of
 from maxbatch.precision.policy import check_range, policy_of
+from maxbatch.training.evaluation import EvalStep, eval_function
 from maxbatch.training.metrics import chosen_metrics
 from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.objective import TEXT, Loss
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.state import Measures
-from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
+from maxbatch.training.step import Step, Trainer, step_function
 from maxbatch.training.stop_flags import abstract_stop_flags
 
 _KEPT = 8

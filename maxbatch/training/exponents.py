@@ -21,9 +21,10 @@ from maxbatch.precision.report import (
   WEIGHTS,
   Exponents,
 )
+from maxbatch.training.evaluation import eval_shardings
 from maxbatch.training.loss import loss_parts
 from maxbatch.training.model_parts import is_layered
-from maxbatch.training.step import Trainer, eval_shardings
+from maxbatch.training.step import Trainer
 
 
 def exponents(trainer: Trainer, parameters: Parameters, rows: Rows) -> list[Exponents]:

@@ -13,10 +13,11 @@ from maxbatch.models.registry import Parameters
 from maxbatch.run_folder.events import EventLog, NoEventLog
 from maxbatch.run_folder.metrics import MetricsLog, Record
 from maxbatch.run_folder.progress import Progress
+from maxbatch.training.evaluation import EvalStep
 from maxbatch.training.noise_run import Noise
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.programs import StepPrograms
-from maxbatch.training.step import EvalStep, StepMetrics, Trainer
+from maxbatch.training.step import StepMetrics, Trainer
 
 RECORD = "record"
 """In a checkpoint's notes: the record of its step, which metrics.jsonl may lack after kill -9."""

@@ -8,20 +8,15 @@ exactly the loss of the whole batch; the one division by the step's weight comes
 """
 
 import functools
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from maxbatch.config.schema import ModelConfig
 from maxbatch.core.rows import sample_keys
 from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
-from maxbatch.errors import UserError
-from maxbatch.hardware.sharding import constrain, local_shape, over_rows
+from maxbatch.hardware.sharding import constrain, over_rows
 from maxbatch.models.forms import barrier_gradients
 from maxbatch.models.outputs import outputs_of
 from maxbatch.models.probes import row_squares
@@ -35,8 +30,8 @@ from maxbatch.training.metrics import (
   token_sums,
   zero_token_sums,
 )
+from maxbatch.training.tiles import cut_tokens, keeps_gradients, num_tiles, scan_tiles
 
-_SMALLEST_TILE = 64 * 2**20
 _MATRIX_AXES = ("embed", "vocab")
 
 
@@ -157,44 +152,6 @@ def loss_options(
   tiles = num_tiles(config, rows, length, is_kept=is_kept)
   cap = config.final_logits_soft_cap
   return LossOptions(tiles, z_weight, cap, metrics, model.policy, is_kept and tiles > 1)
-
-
-def keeps_gradients(config: ModelConfig, rows: int, length: int, dtype: DTypeLike) -> bool:
-  """Returns whether the gradient of all logits, in the format of the products, takes at most as many
-  bytes a device as the matrix's in float32. It is then kept and multiplied once, after the last tile:
-  the sum over tiles need not be held, nor read and written for each."""
-  tokens = math.prod(local_shape(("batch", "length"), (rows, length)))
-  return tokens * jnp.dtype(dtype).itemsize <= config.base_emb_dim * 4
-
-
-def num_tiles(config: ModelConfig, rows: int, length: int, *, is_kept: bool = False) -> int:
-  """Returns the tiles that `length` tokens are cut into: num_vocab_tiling, or so many that the logits
-  of each have at most about the bytes of the output matrix's gradient a device, or 64 MiB.
-
-  Each tile reads the whole matrix and adds to the whole gradient, which takes longer than its products
-  if it has few tokens: with tiles of 64 MiB half of the step of Qwen3-0.6B on a v5e-16 was this. The
-  gradient has to be held anyway; logits of its size have as many tokens as the model is wide.
-
-  Where the logits' gradient is kept (`is_kept`), tiles add to nothing, and are a quarter as large.
-
-  Raises:
-    UserError: more tiles are asked for than there are tokens.
-  """
-  if config.num_vocab_tiling > length:
-    raise UserError(
-      f"num_vocab_tiling={config.num_vocab_tiling} must be at most max_target_length={length}: a "
-      f"tile has at least one token of each row; for example num_vocab_tiling={length}"
-    )
-  if config.num_vocab_tiling:
-    return config.num_vocab_tiling
-  V, D = config.vocab_size, config.base_emb_dim
-  logits = math.prod(local_shape(("batch", "length", "vocab"), (rows, length, V))) * 4
-  gradient = math.prod(local_shape((None, "vocab"), (D, V))) * 4
-  largest = gradient // 4 if is_kept else gradient
-  wanted = min(length, -(-logits // max(largest, _SMALLEST_TILE)))
-  # Tiles that divide the row need no copy; but a prime length has only those of one token.
-  equal = next(tiles for tiles in range(wanted, length + 1) if length % tiles == 0)
-  return equal if equal <= 2 * wanted else wanted
 
 
 def cross_entropy_parts(
@@ -378,26 +335,3 @@ def _tile_sum(
     targets_BC=targets_BC,
   )
   return LossSums(loss, token_sums(options.metrics, tokens)), d_logits_BCV
-
-
-def cut_tokens(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-  """Cuts (B, T, …) → (tiles, B, C, …) along T, which no mesh axis divides.
-
-  Where tiles do not divide T, the last ones are filled up with zeros: tokens without weight.
-  """
-  B, T = arrays[0].shape[:2]
-  C = -(-T // tiles)
-
-  def cut(x: jax.Array) -> jax.Array:
-    whole = jnp.pad(x, [(0, 0), (0, tiles * C - T)] + [(0, 0)] * (x.ndim - 2)) if T % tiles else x
-    return jnp.moveaxis(whole.reshape(B, tiles, C, *x.shape[2:]), 1, 0)
-
-  return tuple(map(cut, arrays))
-
-
-def scan_tiles(body: Callable[..., Any], carry: Any, cut: tuple[jax.Array, ...], tiles: int) -> Any:
-  """Scans as lax.scan does; a single tile needs no loop."""
-  if tiles > 1:
-    return jax.lax.scan(body, carry, cut)
-  carry, out = body(carry, tuple(x[0] for x in cut))
-  return carry, jax.tree.map(lambda x: x[None], out)

@@ -36,8 +36,7 @@ from maxbatch.precision.loss_scale import LossScaling
 from maxbatch.precision.policy import PLAIN
 from maxbatch.precision.rounding import stochastically_updated
 from maxbatch.training import partial_sums
-from maxbatch.training.accumulate import model_accumulate, step_denominators
-from maxbatch.training.loss import loss_parts
+from maxbatch.training.accumulate import dispatch_denominators, model_accumulate
 from maxbatch.training.loss_scaling import (
   Applied,
   ScalingMetrics,
@@ -45,10 +44,10 @@ from maxbatch.training.loss_scaling import (
   unless_skipped,
   unscaled,
 )
-from maxbatch.training.metrics import TokenSums, Update, update_values
+from maxbatch.training.metrics import Update, update_values
 from maxbatch.training.model_parts import to_layer_order, to_stage_order
 from maxbatch.training.objective import LOSS, PROBES, ROW_TOKENS_SQUARED, ROWS, TEXT, Loss
-from maxbatch.training.pipelined_step import pipelined_accumulate, pipelined_sums
+from maxbatch.training.pipelined_step import pipelined_accumulate
 from maxbatch.training.row_check import first_wrong_row
 from maxbatch.training.state import (
   NOTHING,
@@ -103,16 +102,6 @@ class StepMetrics(NamedTuple):
   """None where the loss is not scaled."""
 
 
-class EvalMetrics(NamedTuple):
-  """What an evaluation of a batch reports: float32 sums over its tokens, on the devices."""
-
-  loss: jax.Array
-  weight: jax.Array
-  metrics: TokenSums
-  wrong_row: jax.Array | None
-  """int32: `first_wrong_row`."""
-
-
 Denominators = Mapping[str, jax.Array]
 """Of a whole step's terms, float32 scalars by name."""
 Microbatches = np.int32 | TimetableArrays | Denominators | None
@@ -124,7 +113,6 @@ Step = Callable[..., tuple[TrainState, StepMetrics]]
 """
 POLICIES = "policies"
 """In what is saved: parameters of earlier steps that train, the oldest first."""
-EvalStep = Callable[[Parameters, Rows], EvalMetrics]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -202,14 +190,9 @@ class Trainer:
     return self.streamed and bool(self.model.own_sums[0])
 
   @functools.cached_property
-  def _denominators(self) -> Callable[[Any], Denominators]:
-    of_dispatch = step_denominators(self.model, self.mesh, self.measures, self.loss)
-
-    def run(rows: Any) -> Denominators:
-      with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-        return of_dispatch(rows)
-
-    return jax.jit(run, out_shardings=replicated(self.mesh))
+  def _denominators(self) -> jax.stages.Wrapped:
+    of_dispatch = dispatch_denominators(self.model, self.mesh, self.measures, self.loss)
+    return jax.jit(of_dispatch, out_shardings=replicated(self.mesh))
 
   def denominators(self, dispatches: Iterable[Any]) -> Denominators | None:
     """Returns those of the terms of a streamed step, given what its dispatches are fed; None where each
@@ -414,35 +397,3 @@ def rows_shardings(rows: Any, mesh: Mesh) -> Any:
   return jax.tree.map(
     lambda x: sharding((None, "batch", *(None,) * (x.ndim - 2)), x.shape, mesh), rows
   )
-
-
-def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
-  """Returns a jitted EvalStep: loss, weight and metrics of a batch (B, T), without dropout."""
-
-  metrics = trainer.measures.metrics
-
-  def summed(params: Parameters, rows: Rows) -> EvalMetrics:
-    if trainer.pipeline is not None:
-      parts = trainer.model, trainer.pipeline, trainer.mesh
-      return EvalMetrics(*pipelined_sums(*parts, params, rows, metrics), None)
-    sums = loss_parts(trainer.model, params, rows, None, metrics=metrics)
-    return EvalMetrics(
-      sums.loss.sum(), rows.weights.sum(), jax.tree.map(jnp.sum, sums.metrics), None
-    )
-
-  def evaluate(params: Parameters, rows: Rows) -> EvalMetrics:
-    with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-      wrong = first_wrong_row(rows)
-      return summed(params, rows._replace(checksums=None))._replace(wrong_row=wrong)
-
-  places = shardings(trainer.abstract.parameters)
-  return jax.jit(
-    evaluate,
-    in_shardings=(places, eval_shardings(rows, trainer.mesh)),
-    out_shardings=replicated(trainer.mesh),
-  )
-
-
-def eval_shardings(rows: Rows, mesh: Mesh) -> Rows:
-  """Returns the shardings of rows (B, …): divided along B."""
-  return jax.tree.map(lambda x: sharding(("batch", *(None,) * (x.ndim - 1)), x.shape, mesh), rows)

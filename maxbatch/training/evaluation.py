@@ -1,0 +1,66 @@
+"""The loss of a batch and its metrics, without an update, as a compiled function.
+
+B rows, T tokens.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from maxbatch.data.rows import Rows
+from maxbatch.hardware.sharding import replicated, sharding
+from maxbatch.models.registry import Parameters
+from maxbatch.training.loss import loss_parts
+from maxbatch.training.metrics import TokenSums
+from maxbatch.training.pipelined_step import pipelined_sums
+from maxbatch.training.row_check import first_wrong_row
+from maxbatch.training.state import shardings
+from maxbatch.training.step import Trainer
+
+
+class EvalMetrics(NamedTuple):
+  """What an evaluation of a batch reports: float32 sums over its tokens, on the devices."""
+
+  loss: jax.Array
+  weight: jax.Array
+  metrics: TokenSums
+  wrong_row: jax.Array | None
+  """int32: `first_wrong_row`."""
+
+
+EvalStep = Callable[[Parameters, Rows], EvalMetrics]
+
+
+def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
+  """Returns a jitted EvalStep: loss, weight and metrics of a batch (B, T), without dropout."""
+
+  metrics = trainer.measures.metrics
+
+  def summed(params: Parameters, rows: Rows) -> EvalMetrics:
+    if trainer.pipeline is not None:
+      parts = trainer.model, trainer.pipeline, trainer.mesh
+      return EvalMetrics(*pipelined_sums(*parts, params, rows, metrics), None)
+    sums = loss_parts(trainer.model, params, rows, None, metrics=metrics)
+    return EvalMetrics(
+      sums.loss.sum(), rows.weights.sum(), jax.tree.map(jnp.sum, sums.metrics), None
+    )
+
+  def evaluate(params: Parameters, rows: Rows) -> EvalMetrics:
+    with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+      wrong = first_wrong_row(rows)
+      return summed(params, rows._replace(checksums=None))._replace(wrong_row=wrong)
+
+  places = shardings(trainer.abstract.parameters)
+  return jax.jit(
+    evaluate,
+    in_shardings=(places, eval_shardings(rows, trainer.mesh)),
+    out_shardings=replicated(trainer.mesh),
+  )
+
+
+def eval_shardings(rows: Rows, mesh: Mesh) -> Rows:
+  """Returns the shardings of rows (B, …): divided along B."""
+  return jax.tree.map(lambda x: sharding(("batch", *(None,) * (x.ndim - 1)), x.shape, mesh), rows)
