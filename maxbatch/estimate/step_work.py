@@ -225,68 +225,113 @@ def microbatch_work(
   """Returns what each part of the model asks of one device in one microbatch.
 
   Args:
+    work: the model.
     chip: the device, for the width of its matrix unit.
+    mesh: how devices share it.
     per_device: samples of a microbatch on one device.
     remat: what the backward pass computes again.
   """
   ways = mesh.shape["tensor"]
-  M = float(per_device * ways * work.length)
-  c, L, D = work.model, work.model.base_num_decoder_layers, work.model.base_emb_dim
-  elements = 3 if remat == "none" else 4
+  layers = _LayersWork(work, chip, float(per_device * ways * work.length), ways, remat)
+  return {
+    "attention": layers.attention(),
+    "mlp": layers.mlp(),
+    "norm": layers.norm(),
+    "head": _head(work, chip, layers.tokens, ways),
+    "embedding": PartWork(traffic={"table": work.table_parameters / ways * 4}),
+    "other": layers.other(casts_all=weight_shards(work, mesh)[0] == 1),
+  }
 
-  def elementwise(*kinds: tuple[str, float]) -> PartWork:
-    """Returns the work on one number for each token in each layer and pass."""
-    counts = {kind: elements * L * M * width / _REGISTER for kind, width in kinds if width}
-    moved = {kind: count * _REGISTER * work.compute_bytes for kind, count in counts.items()}
+
+@dataclasses.dataclass(frozen=True)
+class _LayersWork:
+  """The work of all layers by part, for M tokens that `ways` devices share."""
+
+  work: StepWork
+  chip: Chip
+  tokens: float
+  ways: int
+  remat: RematPolicy
+
+  def attention(self) -> PartWork:
+    c, L, M = self.work.model, self.work.model.base_num_decoder_layers, self.tokens
+    rotated = self._heads if c.position_embedding == "rope" else 0
+    result = self._elementwise(
+      ("heads", 2 * self._heads * self._fill), ("rope", rotated * self._fill)
+    )
+    # Halves of heads change places in a product with a constant matrix (models/forms.py).
+    width = _padded(c.head_dim, self.chip)
+    turns = (3 if self.remat == "full" else 2) * L * 2 * M * rotated * width
+    products = turns * width / c.head_dim
+    kernels = _kernels(self.work, self.chip, M, self.ways, again=self.remat != "none")
+    result = dataclasses.replace(result, products=products, kernels=kernels)
+    return self._with_products("attention", result)
+
+  def mlp(self) -> PartWork:
+    c, L, F = self.work.model, self.work.model.base_num_decoder_layers, self._hidden
+    gate = 0 if c.mlp_activation == "gelu" else 1
+    activation = "silu" if c.mlp_activation == "swiglu" else "gelu"
+    result = self._elementwise(("hidden", gate * F), (activation, F))
+    if kept := hidden_residual_bytes(self.work, self.ways, self.remat):
+      result.traffic["kept hidden"] = 2 * L * self.tokens * kept
+    return self._with_products("mlp", result)
+
+  def norm(self) -> PartWork:
+    c = self.work.model
+    norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
+    kind = "layernorm" if c.normalization == "layernorm" else "rmsnorm"
+    width = norms * c.base_emb_dim + (self._heads if c.use_qk_norm else 0)
+    return self._elementwise((kind, width))
+
+  def other(self, *, casts_all: bool) -> PartWork:
+    """Residual stream, dropout, what is kept, and weights, of which a device casts all or its own part."""
+    work, c, M, ways = self.work, self.work.model, self.tokens, self.ways
+    L, D = c.base_num_decoder_layers, c.base_emb_dim
+    result = self._elementwise(("residual", D), ("dropout", 2 * D if c.dropout_rate else 0))
+    if self.remat != "full" and c.head_dim % _LANES:
+      # Heads narrower than a register change their layout where they are kept, and where they are computed
+      # on with again.
+      kept = (c.base_num_query_heads + 2 * c.base_num_kv_heads) * c.head_dim / ways * self._fill
+      times = 2 if self.remat == "minimal" else 1
+      result.registers["kept heads"] = times * L * M * kept / _REGISTER
+    # Written by the forward, read by the backward pass.
+    hidden = hidden_residual_bytes(work, ways, self.remat)
+    result.traffic["residuals"] = 2 * L * M * (residual_bytes(work, ways, self.remat) - hidden)
+    if casts_all:
+      result.traffic["weights"] = 2 * L * work.layer_parameters / ways * work.compute_bytes
+    return result
+
+  @property
+  def _heads(self) -> float:
+    c = self.work.model
+    return (c.base_num_query_heads + c.base_num_kv_heads) * c.head_dim / self.ways
+
+  @property
+  def _hidden(self) -> float:
+    return self.work.model.base_mlp_dim / self.ways
+
+  @property
+  def _fill(self) -> float:
+    """Registers that heads take, which are dims of their own, over those that their numbers would."""
+    width = self.work.model.head_dim
+    return -(-width // _LANES) * _LANES / width
+
+  def _elementwise(self, *kinds: tuple[str, float]) -> PartWork:
+    """Returns the work of so many numbers for each token in each layer and pass."""
+    elements = 3 if self.remat == "none" else 4
+    each = elements * self.work.model.base_num_decoder_layers * self.tokens
+    counts = {kind: each * width / _REGISTER for kind, width in kinds if width}
+    moved = {kind: count * _REGISTER * self.work.compute_bytes for kind, count in counts.items()}
     return PartWork(registers=counts, traffic=moved)
 
-  def with_products(part: str, beside: PartWork) -> PartWork:
-    passes = _passes(work, part, remat)
-    shapes = list(zip(passes, work.layer_matrix[part], strict=True))
-    padded = sum(times * _padded(a, chip) * _padded(b, chip) for times, (a, b) in shapes)
+  def _with_products(self, part: str, beside: PartWork) -> PartWork:
+    """Returns the work with the products of a part's matrices."""
+    work, L = self.work, self.work.model.base_num_decoder_layers
+    shapes = list(zip(_passes(work, part, self.remat), work.layer_matrix[part], strict=True))
+    padded = sum(t * _padded(a, self.chip) * _padded(b, self.chip) for t, (a, b) in shapes)
     read = sum(times * a * b for times, (a, b) in shapes) * work.compute_bytes
-    multiplied = beside.products + L * 2 * M * padded / ways
-    return dataclasses.replace(beside, products=multiplied, weights=L * read / ways)
-
-  heads = (c.base_num_query_heads + c.base_num_kv_heads) * c.head_dim / ways
-  gate, F = 0 if c.mlp_activation == "gelu" else 1, c.base_mlp_dim / ways
-  norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
-  rotated = heads if c.position_embedding == "rope" else 0
-  # Heads are dims of their own, which fill up the lanes of a register.
-  fill = -(-c.head_dim // _LANES) * _LANES / c.head_dim
-  attention = elementwise(("heads", 2 * heads * fill), ("rope", rotated * fill))
-  # Halves of heads change places in a product with a constant matrix (models/forms.py).
-  turns = (3 if remat == "full" else 2) * L * 2 * M * rotated * _padded(c.head_dim, chip)
-  attention = dataclasses.replace(
-    attention,
-    products=turns * _padded(c.head_dim, chip) / c.head_dim,
-    kernels=_kernels(work, chip, M, ways, again=remat != "none"),
-  )
-  activation = "silu" if c.mlp_activation == "swiglu" else "gelu"
-  norm = "layernorm" if c.normalization == "layernorm" else "rmsnorm"
-  other = elementwise(("residual", D), ("dropout", 2 * D if c.dropout_rate else 0))
-  if remat != "full" and c.head_dim % _LANES:
-    # Heads narrower than a register change their layout where they are kept, and where they are computed
-    # on with again.
-    kept = (c.base_num_query_heads + 2 * c.base_num_kv_heads) * c.head_dim / ways * fill
-    other.registers["kept heads"] = (2 if remat == "minimal" else 1) * L * M * kept / _REGISTER
-  # Written by the forward, read by the backward pass.
-  hidden = hidden_residual_bytes(work, ways, remat)
-  other.traffic["residuals"] = 2 * L * M * (residual_bytes(work, ways, remat) - hidden)
-  if weight_shards(work, mesh)[0] == 1:
-    # Where each device has them whole, it casts all that it uses; else its own part.
-    other.traffic["weights"] = 2 * L * work.layer_parameters / ways * work.compute_bytes
-  mlp = elementwise(("hidden", gate * F), (activation, F))
-  if hidden:
-    mlp.traffic["kept hidden"] = 2 * L * M * hidden
-  return {
-    "attention": with_products("attention", attention),
-    "mlp": with_products("mlp", mlp),
-    "norm": elementwise((norm, norms * D + (heads if c.use_qk_norm else 0))),
-    "head": _head(work, chip, M, ways),
-    "embedding": PartWork(traffic={"table": work.table_parameters / ways * 4}),
-    "other": other,
-  }
+    multiplied = beside.products + L * 2 * self.tokens * padded / self.ways
+    return dataclasses.replace(beside, products=multiplied, weights=L * read / self.ways)
 
 
 def _passes(work: StepWork, part: str, remat: RematPolicy) -> list[int]:
