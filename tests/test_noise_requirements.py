@@ -231,8 +231,8 @@ def test_another_first_batch():
     ),
     (
       {"pipeline_schedule": "1f1b", "ici_pipeline_parallelism": 2},
-      "error: gns=norm and pipeline_schedule=1f1b: the noise scale cannot be measured in a "
-      "pipeline",
+      "error: gns=norm and pipeline_schedule=1f1b: stages do not measure the gradients of single "
+      "examples; for example gns=off gns_from_microbatches=true",
     ),
   ],
 )
@@ -249,6 +249,18 @@ def test_validate_only_refuses_what_a_run_would(capsys):
   keys = STEERED | {"gns": "off", "validate_only": "true"}
   assert main(["config=base", *(f"{key}={value}" for key, value in keys.items())]) == 2
   assert "batch_schedule=gns needs the noise scale, and gns=off" in capsys.readouterr().err
+
+
+def test_a_pipeline_compares_replicas_alone():
+  of_parts = {"gns": "off", "gns_from_microbatches": "true", "pipeline_schedule": "1f1b"}
+  of_parts |= {"ici_pipeline_parallelism": 2, "num_simulated_devices": 4}
+  two, one = {"ici_data_parallelism": 2}, {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 1}
+  checked(**of_parts | two)
+  with pytest.raises(UserError, match="in a pipeline it compares replicas, and there is one"):
+    checked(**of_parts | one)
+  checked(**of_parts | one, accumulation="streamed", gradient_accumulation_steps=2)
+  with pytest.raises(UserError, match="batch_schedule=gns and pipeline_schedule=1f1b"):
+    checked(**STEERED | of_parts | two)
 
 
 def test_a_file_that_nothing_follows():

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from maxbatch.core.accumulate import Accumulate, Accumulated
-from maxbatch.core.terms import Ratio, over_replicas
+from maxbatch.core.accumulate import Accumulate, Accumulated, Squares
+from maxbatch.core.terms import Ratio, Sum, over_replicas
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.pipeline_parallel.schedule import BufferLimits
@@ -32,7 +32,7 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
 from maxbatch.training import partial_sums
 from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.model_parts import FlatParams, ModelParts, merge_layers, split_layers
-from maxbatch.training.objective import LOSS, model_sums, ratios
+from maxbatch.training.objective import LOSS, PROBES, model_sums, noise_stats, ratios
 from maxbatch.training.stage_terms import (
   StageSums,
   step_denominators,
@@ -40,7 +40,7 @@ from maxbatch.training.stage_terms import (
   zero_stage_sums,
 )
 from maxbatch.training.stash import InputStash, StageInput, Stash, make_stash
-from maxbatch.training.state import Sums
+from maxbatch.training.state import NOTHING, Measures, Sums
 from maxbatch.training.tick import PipelineStage
 
 _REPLICATED, _OVER_STAGE = PartitionSpec(), PartitionSpec("stage")
@@ -56,7 +56,7 @@ def pipelined_accumulate(
   mesh: Mesh,
   frozen: Parameters | None = None,
   dropout_key: jax.Array | None = None,
-  metrics: Metrics = NO_METRICS,
+  measures: Measures = NOTHING,
   scale: jax.Array | None = None,
   capacity: BufferLimits | None = None,
 ) -> Accumulate:
@@ -72,13 +72,15 @@ def pipelined_accumulate(
     mesh: the devices.
     frozen: the parameters that do not train.
     dropout_key: the run's dropout key.
-    metrics: those whose sums are formed.
+    measures: what is summed up besides. The squares of microbatches are those of replicas, each with all of
+      a dispatch: of a microbatch the stages never have the whole gradient at once.
     scale: float32 scalar by which the gradients, not the loss, are multiplied; None: by nothing.
     capacity: slots of a stage's buffers; None: as many as the pipeline's schedule needs.
   """
-  parts = ModelParts(model, dropout_key, metrics)
+  parts = ModelParts(model, dropout_key, measures.metrics)
   capacity = capacity or buffer_capacity(pipeline)
-  local = functools.partial(_local_gradients, parts, pipeline, capacity)
+  measures_squares = measures.microbatch_squares
+  local = functools.partial(_local_gradients, parts, pipeline, capacity, measures_squares)
 
   def run(
     params: Parameters,
@@ -92,14 +94,14 @@ def pipelined_accumulate(
     del keys  # They are made of the rows' samples.
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    d_layers, d_rest, sums, own = jax.shard_map(
+    d_layers, d_rest, sums, own, squares = jax.shard_map(
       local,
       mesh=mesh,
       in_specs=(
         *(_OVER_STAGE, _TIMETABLE_SPECS, _OVER_DATA),
         *(_PARAMETER_SPECS, _PARAMETER_SPECS, _REPLICATED, _REPLICATED),
       ),
-      out_specs=(*_PARAMETER_SPECS, _REPLICATED, _REPLICATED),
+      out_specs=(*_PARAMETER_SPECS, _REPLICATED, _REPLICATED, _REPLICATED),
       axis_names=_MANUAL_AXES,
       check_vma=False,
     )(
@@ -115,7 +117,10 @@ def pipelined_accumulate(
     own_terms, own_stats = model_sums(*own, None)
     terms = OrderedDict({LOSS: Ratio(loss, weight)} | own_terms)
     stats = ratios(of_tokens, weight) | own_stats
-    return Accumulated(merge_layers(d_layers, d_rest), terms, stats)
+    if measures_squares:
+      of_rows = jax.tree.map(lambda x_k: x_k.sum(0), jax.vmap(noise_stats)(rows))
+      stats |= of_rows | {PROBES: Sum({})}
+    return Accumulated(merge_layers(d_layers, d_rest), terms, stats, squares)
 
   return run
 
@@ -190,6 +195,7 @@ def _local_gradients(
   parts: ModelParts,
   pipeline: Pipeline,
   capacity: BufferLimits,
+  measures_squares: bool,
   stage_index: jax.Array,
   ticks: TimetableArrays,
   rows: Rows,
@@ -197,7 +203,7 @@ def _local_gradients(
   zeros: tuple[FlatParams, FlatParams],
   scale: jax.Array | None,
   denominators: Mapping[str, jax.Array] | None,
-) -> tuple[FlatParams, FlatParams, Sums, StageSums]:
+) -> tuple[FlatParams, FlatParams, Sums, StageSums, Squares | None]:
   """Runs one stage of one replica, and sums its results over stages and replicas as needed."""
   layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
   microbatch = split_microbatches(rows, pipeline.num_pipeline_microbatches)
@@ -212,8 +218,26 @@ def _local_gradients(
   stage = PipelineStage(parts, pipeline, stage_index[0], layers, rest, microbatch, *of_step)
   state = stage.run(split_repeats(zeros[0], pipeline.repeats), zeros[1])
   d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state.d_layers)
-  others = state.d_rest, state.sums, state.own
-  return lax.psum(d_layers, "data"), *over_replicas(others, ("data", "stage"))
+  others, squares = (state.d_rest, state.sums, state.own), None
+  if not measures_squares:
+    return lax.psum(d_layers, "data"), *over_replicas(others, ("data", "stage")), squares
+  others = over_replicas(others, "stage")
+  squares = _replica_squares(parts.model, d_layers, others[0], others[1].weight)
+  return lax.psum(d_layers, "data"), *over_replicas((*others, squares), "data")
+
+
+def _replica_squares(
+  model: Model, d_layers: FlatParams, d_rest: FlatParams, weight: jax.Array
+) -> Squares:
+  """Returns those of this replica, of whose layers this stage has some; norms in parts."""
+  axes, weight_squared = model.axes(), jnp.square(weight)
+
+  def squared(gradients: FlatParams) -> jax.Array:
+    each = [partial_sums.of_squares(g, axes[path]) for path, g in gradients.items()]
+    return functools.reduce(jnp.add, each)
+
+  norm = lax.psum(squared(d_layers), "stage") + squared(d_rest)
+  return Squares(norm, weight_squared, norm, weight_squared)
 
 
 def _local_sums(

@@ -292,7 +292,7 @@ def _accumulate(trainer: Trainer, state: TrainState) -> Accumulate:
     trainer.mesh,
     state.frozen,
     trainer.dropout_key,
-    trainer.measures.metrics,
+    trainer.measures,
     scale,
   )
   return unscaled(pipelined, state.loss_scale)
