@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from support import collectives, program_text
 
-from maxbatch.core.accumulate import accumulate, divisor, objective
+from maxbatch.core.accumulate import accumulate, divisor, objective, sum_denominators
 from maxbatch.core.terms import Max, Ratio, Sum, Terms
 from maxbatch.core.train_step import init_state, step_optimizer, train_step
 
@@ -211,6 +211,21 @@ def test_streamed_steps_equal_fused_ones():
     steps[streamed] = jax.device_get((state.params, result.loss, result.grad_norm))
   assert_close(steps[True], steps[False], 2e-6)
   assert steps[False][2] > 0.5
+
+
+def test_a_streamed_step_is_told_its_denominators():
+  fed, k = in_microbatches(batch(), 4, 4), 4
+  pieces = [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)]
+  function = jax.jit(sum_denominators(loss))
+  of_each = [function(parameters(), piece, np.int32(1)) for piece in pieces]
+  of_step = jax.tree.map(lambda *x: sum(x), *of_each)
+  assert of_step == function(parameters(), fed, np.int32(k))
+  assert of_step == {"square": batch()["weight"].sum(), "size": (batch()["weight"] > 0).sum()}
+  optimizer = step_optimizer(optax.sgd(0.1), dispatches=k)
+  step = jax.jit(train_step(accumulate(loss), optimizer, streamed=True))
+  state = init_state(parameters(), optimizer, loss, jax.tree.map(lambda x: x[0], fed))
+  with pytest.raises(ValueError, match="that of square, size is missing"):
+    step(state, pieces[0], np.int32(1))
 
 
 def test_a_step_of_padding_alone_changes_nothing():

@@ -25,7 +25,9 @@ from maxbatch.models.transformer import Transformer
 from maxbatch.training import build, tick
 from maxbatch.training.build import build_trainer
 from maxbatch.training.evaluation import eval_function, eval_shardings
+from maxbatch.training.metrics import Metrics
 from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.state import Measures
 from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
 
 T, ROWS, LAYERS, RATE = 16, 24, 4, np.float32(1000)
@@ -115,6 +117,18 @@ def test_denominators_are_found_without_the_model():
   assert "all-gather" not in text
   found = jax.device_get(parts.denominators([piece, piece]))
   assert found == {"loss": 2 * np.sum(fed.weights), "my_balance": 2 * ROWS * LAYERS}
+
+
+def test_a_resumed_streamed_step_begins_with_the_sums_of_a_new_one():
+  """A maximum, which a loss may hand out, begins at -inf."""
+  settings = config(**SIZES)
+  model = build_model(settings.model, T)
+  optimizer = make_optimizer(settings.optimizer, model.axes(), 2)
+  measures = Measures(Metrics(largest=("largest",)))
+  key = jax.random.key(7)
+  parts = Trainer(model, optimizer, mesh(), key, streamed=True, measures=measures)
+  new = parts.init(0)
+  jax.tree.map(np.testing.assert_array_equal, parts.from_saved(parts.to_save(new)).sums, new.sums)
 
 
 # --- pipelines ------------------------------------------------------------------------------------
