@@ -13,9 +13,15 @@ from maxbatch.plan import main as plan_command
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs"
 COMMANDS = {"plan": plan_command, "pipeline": pipeline.main}
-PAGES = {"batch_size.md": 10, "pipeline.md": 5, "who_loads.md": 0, "reinforcement_learning.md": 0}
+PAGES = {
+  "../README.md": 1,
+  "batch_size.md": 10,
+  "pipeline.md": 5,
+  "who_loads.md": 0,
+  "reinforcement_learning.md": 0,
+}
 """Each with a number of blocks that it has at least."""
-BLOCK = re.compile(r"```console\n\$ python -m maxbatch\.(\w+) (.*)\n((?:.*\n)*?)```")
+BLOCK = re.compile(r"```console\n\$ (?:python -m maxbatch\.|maxbatch )(\w+) (.*)\n((?:.*\n)*?)```")
 SHOWN = [match for page in PAGES for match in BLOCK.findall((FOLDER / page).read_text())]
 
 
@@ -65,6 +71,20 @@ def test_every_path_and_command_of_a_page_exists(file):
     missing += [path for path in PATH.findall(text) if not (ROOT / path).exists()]
   assert not missing
   assert all(hasattr(importlib.import_module(name), "main") for name in MODULE.findall(text))
+
+
+LINK = re.compile(r'\]\((?!https?:)([^)#\s]+)|src(?:set)?="([^"]+)"')
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_every_link_of_a_file_outside_of_the_site_leads_somewhere(name):
+  links = [one or other for one, other in LINK.findall((ROOT / name).read_text())]
+  assert links
+  assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_the_readme_is_read_in_a_minute():
+  assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_a_path_and_a_command_are_found_in_a_page():

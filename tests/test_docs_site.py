@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from maxbatch.__main__ import COMMANDS
 from maxbatch.command_line.arguments import parse
+from maxbatch.config.base_file import documented_keys
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
 START = re.compile(
-  r"^\s*(?:\$ )?(?:(?:\.venv/bin/)?python -m maxbatch\.(\w+)|scripts/(train)\.sh)(.*)"
+  rf"^\s*(?:\$ )?(?:(?:\.venv/bin/)?(?:python -m maxbatch\.|maxbatch (?=(?:{'|'.join(COMMANDS)})\b))(\w+)"
+  r"|scripts/(train)\.sh)(.*)"
 )
 SOMEBODYS = ("module:", "my_", "MY_", "somebodys", "runs/", "adapter", "chatty")
 
@@ -31,6 +34,8 @@ def build(root: Path, into: Path) -> subprocess.CompletedProcess[str]:
 def checkout(tmp_path: Path) -> Path:
   shutil.copytree(ROOT / "docs", tmp_path / "docs")
   shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+  (tmp_path / "scripts").mkdir()
+  shutil.copy(ROOT / "scripts" / "site_pages.py", tmp_path / "scripts")
   return tmp_path
 
 
@@ -39,6 +44,9 @@ def test_the_site_builds_and_every_page_is_in_it(checkout):
   assert done.returncode == 0, done.stderr
   for page in PAGES:
     assert (checkout / "site" / f"{page.stem}.html").is_file()
+  keys = (checkout / "site" / "keys.html").read_text()
+  assert all(f"<code>{one.key}</code>" in keys for one in documented_keys())
+  assert "<code>maxbatch critical_batch</code>" in (checkout / "site" / "commands.html").read_text()
   # From another host comes nothing but what one clicks on.
   index = (checkout / "site" / "index.html").read_text()
   assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//', index)
@@ -75,9 +83,14 @@ def commands(text: str) -> list[tuple[str, str]]:
 SHOWN = [
   (page.name, *one) for page in [ROOT / "README.md", *PAGES] for one in commands(page.read_text())
 ]
+IN_TABLES = [
+  ("README.md", module, words)
+  for module, words in re.findall(r"`maxbatch (\w+)([^`]*)`", (ROOT / "README.md").read_text())
+  if "…" not in words
+]
 
 
-@pytest.mark.parametrize(("page", "module", "words"), SHOWN)
+@pytest.mark.parametrize(("page", "module", "words"), [*SHOWN, *IN_TABLES])
 def test_every_command_of_a_page_is_understood(page, module, words):
   command = importlib.import_module(f"maxbatch.{module}").COMMAND
   arguments = parse(command, shlex.split(words)).configuration

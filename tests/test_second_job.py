@@ -1,4 +1,4 @@
-"""The README's second job, line by line as it stands there, at a size that takes seconds."""
+"""The second job, of docs/my_data.md, line by line as it stands there, at a size that takes seconds."""
 
 import re
 import runpy
@@ -25,8 +25,8 @@ SMALLER = [
 
 
 def commands() -> str:
-  """The lines of the README, each made smaller in one place."""
-  section = (REPOSITORY / "README.md").read_text().partition("## A second job")[2]
+  """The lines of the page, each made smaller in one place."""
+  section = (REPOSITORY / "docs" / "my_data.md").read_text().partition("## Documents, a tok")[2]
   (block,) = re.findall(r"```bash\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
   for pattern, smaller in SMALLER:
     block, count = re.subn(pattern, smaller, block)
