@@ -448,8 +448,16 @@ def test_what_a_compiler_says_it_needs(message):
   assert str(error.value) == f"the step needs {gib(REFUSALS[message])} a device"
 
 
-def test_another_error_is_not_about_memory():
-  refuse_if_too_large(jax.errors.JaxRuntimeError("INTERNAL: Used 900.0M of 512.0M hbm."))
+def test_another_error_is_not_about_memory(monkeypatch):
+  error = jax.errors.JaxRuntimeError("INTERNAL: Used 900.0M of 512.0M hbm.")
+
+  def fail(*_: object, **__: object) -> None:
+    raise error
+
+  monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+  with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+    made(per_device_batch_size=2)
+  assert raised.value is error
 
 
 def test_rows_of_a_device_are_what_is_not_state():
