@@ -33,11 +33,15 @@ fingerprint() {
 }
 
 # Whether the package is installed with an extra; "": with any, as all bring what it needs itself.
+# test-all brings what test does.
 is_installed() {
-  [[ -f "$stamp" ]] && fingerprint "$1" | grep -qF -f - "$stamp" && "$venv/bin/python" -c '' 2>/dev/null
+  local names=("$1") name
+  [[ "$1" != test ]] || names+=(test-all)
+  [[ -f "$stamp" ]] && for name in "${names[@]}"; do fingerprint "$name"; done | grep -qF -f - "$stamp" \
+    && "$venv/bin/python" -c '' 2>/dev/null
 }
 
-# ensure_environment EXTRA: installs the package with EXTRA (test, or "" for what trains on this
+# ensure_environment EXTRA: installs the package with EXTRA (test, test-all, or "" for what trains on this
 # machine's accelerators) unless that is done. What was installed before stays.
 ensure_environment() {
   local extra="$1" accelerators=""

@@ -30,8 +30,8 @@ from hf_folders import (
 from processes import PATIENCE_SECONDS, REPOSITORY, environment, small_run
 from small_disk import small
 from support import mesh
-from test_hub_tokenizer import Hub
 from terminals import Terminal
+from test_hub_tokenizer import Hub
 from vocabularies import END, huggingface
 
 from maxbatch.checkpoints import formats
