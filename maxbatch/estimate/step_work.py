@@ -254,6 +254,7 @@ class _LayersWork:
   remat: RematPolicy
 
   def attention(self) -> PartWork:
+    """Returns the work of attention, its matrices and kernels."""
     c, L, M = self.work.model, self.work.model.base_num_decoder_layers, self.tokens
     rotated = self._heads if c.position_embedding == "rope" else 0
     result = self._elementwise(
@@ -268,6 +269,7 @@ class _LayersWork:
     return self._with_products("attention", result)
 
   def mlp(self) -> PartWork:
+    """Returns the work of the feed-forward layers."""
     c, L, F = self.work.model, self.work.model.base_num_decoder_layers, self._hidden
     gate = 0 if c.mlp_activation == "gelu" else 1
     activation = "silu" if c.mlp_activation == "swiglu" else "gelu"
@@ -277,6 +279,7 @@ class _LayersWork:
     return self._with_products("mlp", result)
 
   def norm(self) -> PartWork:
+    """Returns the work of the normalization layers."""
     c = self.work.model
     norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
     kind = "layernorm" if c.normalization == "layernorm" else "rmsnorm"
@@ -284,7 +287,8 @@ class _LayersWork:
     return self._elementwise((kind, width))
 
   def other(self, *, casts_all: bool) -> PartWork:
-    """Residual stream, dropout, what is kept, and weights, of which a device casts all or its own part."""
+    """Returns the work of the residual stream, dropout, what is kept, and weights, of which a device
+    casts all or its own part."""
     work, c, M, ways = self.work, self.work.model, self.tokens, self.ways
     L, D = c.base_num_decoder_layers, c.base_emb_dim
     result = self._elementwise(("residual", D), ("dropout", 2 * D if c.dropout_rate else 0))
