@@ -93,7 +93,7 @@ def of_microbatches(result: Gradients, parts: int) -> Moments:
   return moments_of(parts_PG, TOKENS.reshape(parts, -1).sum(1))
 
 
-def expected(found: Gradients, *, tied: bool) -> dict[str, Moments]:
+def expected(found: Gradients) -> dict[str, Moments]:
   """Every group of a model all of whose layers are measured, by the names of its parameters."""
   types: dict[str, list[Path]] = {name: [] for name in TYPES}
   for path in found:
@@ -103,7 +103,7 @@ def expected(found: Gradients, *, tied: bool) -> dict[str, Moments]:
       types["attention" if "attention" in path else "mlp"].append(path)
     elif path == ("head",):
       types["head"].append(path)
-    elif path == ("position_embedding",) or not tied:
+    else:
       types["embedding"].append(path)
   every = [path for paths in types.values() for path in paths]
   stacked = [path for path in every if path[0] == "layers"]
@@ -131,15 +131,15 @@ def test_every_group_is_that_of_the_rows_own_gradients():
   trainer, reported = step((2, 1, 1), 2, gns="all", gns_from_microbatches="true", **LLAMA)
   ours = moments_by_group(trainer.model.probed(), reported, every_layer=True)
   result = gradients(**LLAMA)
-  theirs = expected(result, tied=False)
+  theirs = expected(result)
   assert set(TYPES) < set(theirs)
   assert_near(ours, theirs | {"from_microbatches": of_microbatches(result, 4)})
 
 
-def test_a_tied_table_is_in_no_group():
+def test_a_tied_table_is_measured_with_the_embedding():
   trainer, reported = step((1, 1, 1), 1, gns="all", **GPT2)
   ours = moments_by_group(trainer.model.probed(), reported, every_layer=True)
-  theirs = expected(gradients(**GPT2), tied=True)
+  theirs = expected(gradients(**GPT2))
   assert set(TYPES) - set(theirs) == {"head"}
   assert_near(ours, theirs)
 

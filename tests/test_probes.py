@@ -114,6 +114,7 @@ MODELS = {
   "gpt2": GPT2_LIKE,
   "untied gpt2": (*GPT2_LIKE, "logits_via_embedding=false"),
   "tied": ("logits_via_embedding=true",),
+  "tied and scaled": GEMMA_LIKE,
   "qwen": ("use_qk_norm=true", "z_loss_multiplier=0.01"),
   "mistral": ("sliding_window_size=4",),
   "gemma": (*GEMMA_LIKE, "logits_via_embedding=false"),
@@ -152,12 +153,11 @@ def test_a_packed_row_is_one_example(keys):
   assert_as_expected("all", keys, is_packed=True)
 
 
-def test_every_parameter_but_tied_ones_is_measured_once():
+def test_every_parameter_is_measured_once():
   for keys in (MODELS | FORMS).values():
     model = tiny_model("gns=all", *keys)
     named = [path for probed in model.probed() for path in probed.parameters]
-    tied = {("embedding",)} if model.config.logits_via_embedding else set()
-    assert sorted(named) == sorted(set(model.axes()) - tied)
+    assert sorted(named) == sorted(model.axes())
 
 
 def test_bfloat16_is_near():

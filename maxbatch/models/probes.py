@@ -18,7 +18,7 @@ gives, and of the gradient of that, in N bins.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +119,43 @@ def _looked_up_backward(kept, d_BTD):
 
 
 looked_up.defvjp(lambda x_BTD, ids_BT, probe_BS: (x_BTD, (ids_BT, probe_BS)), _looked_up_backward)
+
+
+class TiedProbe(NamedTuple):
+  """The probe of an output matrix that is the embedding's table too.
+
+  Its gradient by row b is E + H, of the lookup and of the head; ‖E + H‖² = ‖E‖² + ‖H‖² + 2⟨E, H⟩. The head
+  squares H and gives `cross_BTD` as gradient what H has at the row's tokens; the lookup's backward pass,
+  which comes after it, has the rest (`looked_up_tied`).
+  """
+
+  probe_BS: jax.Array
+  ids_BT: jax.Array
+  """Tokens that the row looked up."""
+  cross_BTD: jax.Array
+  """float32 zeros."""
+
+
+@jax.custom_vjp
+def looked_up_tied(
+  x_BTD: jax.Array, ids_BT: jax.Array, probe_BS: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns `x_BTD` as `looked_up` does, and the zeros of a `TiedProbe`."""
+  del ids_BT, probe_BS
+  return x_BTD, jnp.zeros(x_BTD.shape, jnp.float32)
+
+
+def _looked_up_tied_backward(kept, gradients):
+  d_BTD, of_head_BTD = gradients
+  *_, squares_BS = _looked_up_backward(kept, d_BTD)
+  cross_B = (d_BTD.astype(jnp.float32) * of_head_BTD).sum((1, 2))
+  return d_BTD, None, squares_BS + _first_shard(2 * cross_B, squares_BS.shape[1])
+
+
+looked_up_tied.defvjp(
+  lambda x_BTD, ids_BT, probe_BS: (looked_up_tied(x_BTD, ids_BT, probe_BS), (ids_BT, probe_BS)),
+  _looked_up_tied_backward,
+)
 
 
 def _table_square(ids_T: jax.Array, d_TD: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ from maxbatch.models.cache import Cache, Decode
 from maxbatch.models.layers import Norm, Parameter
 from maxbatch.models.lora import add_adapters
 from maxbatch.models.outputs import Outputs, outputs_of
-from maxbatch.models.probes import Probe, exponent_probe, probe_of
+from maxbatch.models.probes import Probe, TiedProbe, exponent_probe, probe_of
 from maxbatch.models.trainable import ADAPTER, Path, frozen_paths
 from maxbatch.precision.policy import PLAIN, Policy
 
@@ -59,8 +59,9 @@ class LanguageModel(Protocol):
 class MeasuredModel(LanguageModel, Protocol):
   """What a model offers in addition for its output matrix to be measured for the noise scale."""
 
-  def output_probe(self) -> jax.Array | None:
-    """Returns the probe (B, S) of that matrix, see models/probes.py; None: it is not measured."""
+  def output_probe(self) -> jax.Array | TiedProbe | None:
+    """Returns the probe (B, S) of that matrix, see models/probes.py; None: it is not measured. It is
+    asked for after the model was called."""
     ...
 
 

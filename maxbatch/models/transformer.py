@@ -26,7 +26,16 @@ from maxbatch.models.attention import (
 from maxbatch.models.cache import Cache, Decode, KeysValues, LayerCache, empty_cache
 from maxbatch.models.layers import FeedForward, Norm, dropout, fold, parameter
 from maxbatch.models.outputs import Outputs, hidden_of, outputs_of, over_layers, with_sums
-from maxbatch.models.probes import Probe, for_each_row, given_out, looked_up, probe, probe_values
+from maxbatch.models.probes import (
+  Probe,
+  TiedProbe,
+  for_each_row,
+  given_out,
+  looked_up,
+  looked_up_tied,
+  probe,
+  probe_values,
+)
 from maxbatch.models.remat import named, remat_policy, validate_remat
 from maxbatch.precision.policy import PLAIN, Policy
 
@@ -88,6 +97,8 @@ class Transformer(nnx.Module):
   """In which format it computes; `build_model` sets it, as in all modules that have it."""
   exponents: Probe | None = None
   """Likewise, for a report of its exponents (models/probes.py)."""
+  tied_probe: TiedProbe | None = None
+  """What the lookup of a measured call hands to the head, where both have one table."""
 
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig, max_target_length: int):
     """Raises UserError if sizes contradict each other."""
@@ -103,8 +114,7 @@ class Transformer(nnx.Module):
     self.final_norm = Norm(config, (D,), ("embed",))
     tied = config.logits_via_embedding
     self.head = None if tied else parameter(rngs, std, (D, V), ("embed", "vocab"))
-    # A tied table has no probe: the norm of a sum of two gradients does not follow from theirs.
-    self.embedding_probe = None if tied else probe("embedding")
+    self.embedding_probe = probe("embedding")  # Of a tied table, of both of its uses.
     self.position_probe = probe("position_embedding") if learned else None
     self.head_probe = None if tied else probe("head")
     self.config = config
@@ -168,7 +178,10 @@ class Transformer(nnx.Module):
     axes = self.embedding.axes
     x_BTD = over_rows(lambda table_VD, ids_BT: table_VD[ids_BT], table_VD, axes, rows.inputs)
     probe_BS = probe_values(self.embedding_probe)
-    if probe_BS is not None:
+    if probe_BS is not None and self.head is None:
+      x_BTD, cross_BTD = looked_up_tied(x_BTD, rows.inputs, probe_BS)
+      self.tied_probe = TiedProbe(probe_BS, rows.inputs, cross_BTD)
+    elif probe_BS is not None:
       x_BTD = looked_up(x_BTD, rows.inputs, probe_BS)
     if self.config.scale_embedding:
       x_BTD = self.policy.cast(x_BTD * math.sqrt(self.config.base_emb_dim))
@@ -195,9 +208,10 @@ class Transformer(nnx.Module):
     laid out as it is stored."""
     return self.policy.cast(self.embedding[...].T if self.head is None else self.head[...])
 
-  def output_probe(self) -> jax.Array | None:
-    """Returns the probe of that matrix (models/probes.py); None where nothing is measured."""
-    return probe_values(self.head_probe)
+  def output_probe(self) -> jax.Array | TiedProbe | None:
+    """Returns the probe of that matrix (models/probes.py) once the rows are embedded; None where
+    nothing is measured."""
+    return self.tied_probe if self.head is None else probe_values(self.head_probe)
 
 
 def _stacked_blocks(

@@ -19,7 +19,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain, over_rows
 from maxbatch.models.forms import barrier_gradients
 from maxbatch.models.outputs import outputs_of
-from maxbatch.models.probes import row_squares
+from maxbatch.models.probes import TiedProbe, row_squares
 from maxbatch.models.registry import MeasuredModel, Model, Parameters
 from maxbatch.precision.policy import PLAIN, Policy
 from maxbatch.training.metrics import (
@@ -136,9 +136,9 @@ def row_sums(
     # So the matrix's gradient is divided over fsdp before the layers' backward pass, through which
     # the compiler would otherwise hold the whole of it in float32: 0.5 of 5 GB for Llama-2-7B.
     hidden_BTD, matrix_DV = barrier_gradients((hidden_BTD, matrix_DV))
-  probe_BS = bound.output_probe() if isinstance(bound, MeasuredModel) else None
+  probe = bound.output_probe() if isinstance(bound, MeasuredModel) else None
   arrays = hidden_BTD, matrix_DV, rows.targets, rows.weights
-  sums = cross_entropy_parts(*arrays, options, probe_BS, scale)
+  sums = cross_entropy_parts(*arrays, options, probe, scale)
   return RowSums(sums, terms, stats)
 
 
@@ -160,7 +160,7 @@ def cross_entropy_parts(
   targets_BT: jax.Array,
   weights_BT: jax.Array,
   options: LossOptions,
-  probe_BS: jax.Array | None = None,
+  probe: jax.Array | TiedProbe | None = None,
   scale: jax.Array | None = None,
 ) -> LossSums:
   """Sums weight · (log Z − logit[target] + z_weight · (log Z)²), log Z in float32, and metrics, for each
@@ -172,11 +172,15 @@ def cross_entropy_parts(
   def of_rows(matrix_DV: jax.Array, *rows: jax.Array) -> LossSums:
     hidden_BTD, *others = rows
     scale_B = None if scale is None else others.pop()
-    total = _cross_entropy_sum if probe_BS is None else _measured_sum
-    sums = total(hidden_BTD, matrix_DV, *others, scale_B, options)
+    if probe is None:
+      sums = _cross_entropy_sum(hidden_BTD, matrix_DV, *others, scale_B, options)
+    else:
+      targets_BT, weights_BT, *parts = others
+      of_rows = jax.tree.unflatten(jax.tree.structure(probe), parts)
+      sums = _measured_sum(hidden_BTD, matrix_DV, targets_BT, weights_BT, of_rows, scale_B, options)
     return jax.tree.map(lambda x: x[None], sums)
 
-  rows = (hidden_BTD, targets_BT, weights_BT, *(() if probe_BS is None else (probe_BS,)))
+  rows = (hidden_BTD, targets_BT, weights_BT, *jax.tree.leaves(probe))
   if scale is not None:  # For each row, as `over_rows` takes it.
     rows += (jnp.broadcast_to(scale, weights_BT.shape[:1]),)
   with jax.named_scope("head"):
@@ -264,37 +268,44 @@ _cross_entropy_sum = jax.custom_vjp(_sum_only, nondiff_argnums=(5,))
 _cross_entropy_sum.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _measured_sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, scale_B, options):
+def _measured_sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe, scale_B, options):
   """Computes the sums; the loss's gradient by the matrix is measured row by row."""
-  del probe_BS
+  del probe
   return _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, scale_B, options)
 
 
-def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, scale_B, options):
+def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe, scale_B, options):
   """Computes `_forward` a row at a time, each in as few tiles as a batch of one row needs."""
   of_a_row = options._replace(tiles=-(-options.tiles // hidden_BTD.shape[0]))
+  tied = probe if isinstance(probe, TiedProbe) else None
+  shards = (tied.probe_BS if tied else probe).shape[1]
 
   def add_row(carry, row):
     total, d_matrix_DV = carry
-    hidden_1TD, targets_1T, weights_1T, scale_1 = jax.tree.map(lambda x: x[None], row)
+    *arrays, ids_T, scale = row
+    hidden_1TD, targets_1T, weights_1T, scale_1 = jax.tree.map(lambda x: x[None], (*arrays, scale))
     new, d_hidden_1TD, d_row_DV = _with_gradients(
       hidden_1TD, matrix_DV, targets_1T, weights_1T, scale_1, of_a_row
     )
     assert d_hidden_1TD is not None
     assert d_row_DV is not None
-    squares_S = row_squares(d_row_DV[None], _MATRIX_AXES, probe_BS.shape[1])[0]
-    return (_add(total, new), d_matrix_DV + d_row_DV), (d_hidden_1TD[0], squares_S)
+    squares_S = row_squares(d_row_DV[None], _MATRIX_AXES, shards)[0]
+    at_ids_TD = None if ids_T is None else d_row_DV[:, ids_T].T
+    return (_add(total, new), d_matrix_DV + d_row_DV), (d_hidden_1TD[0], squares_S, at_ids_TD)
 
   zeros = _zero(options.metrics), jnp.zeros(matrix_DV.shape, jnp.float32)
-  rows = hidden_BTD, targets_BT, weights_BT, scale_B
-  (total, d_matrix_DV), (d_hidden_BTD, squares_BS) = jax.lax.scan(add_row, zeros, rows)
-  return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype), squares_BS)
+  rows = hidden_BTD, targets_BT, weights_BT, tied.ids_BT if tied else None, scale_B
+  (total, d_matrix_DV), (d_hidden_BTD, *measured) = jax.lax.scan(add_row, zeros, rows)
+  return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype), *measured)
 
 
 def _measured_backward(options, kept, d_sums):
-  *gradients, squares_BS = kept
+  *gradients, squares_BS, at_ids_BTD = kept
   d_hidden_BTD, d_matrix_DV, *nothing, no_scale_B = _backward(options, gradients, d_sums)
-  return d_hidden_BTD, d_matrix_DV, *nothing, squares_BS * d_sums.loss**2, no_scale_B
+  of_probe = squares_BS * d_sums.loss**2
+  if at_ids_BTD is not None:
+    of_probe = TiedProbe(of_probe, None, at_ids_BTD * d_sums.loss)
+  return d_hidden_BTD, d_matrix_DV, *nothing, of_probe, no_scale_B
 
 
 _measured_sum = jax.custom_vjp(_measured_sum_only, nondiff_argnums=(6,))
