@@ -1,19 +1,24 @@
 """The microbatch that a slice runs best with, and the smallest batch that nearly does, estimated."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 
 from maxbatch.core.solve import per_device_size
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.best_split import REMAT_POLICIES, BatchSplit, is_safe, meshes, simplest
 from maxbatch.estimate.chips import Chip
+from maxbatch.estimate.compiled_steps import compiled_steps
 from maxbatch.estimate.step_roofline import step_roofline
 from maxbatch.estimate.step_work import RematPolicy, StepWork
 
 _MANY = 64
 """Microbatches of a step after which what it does once no longer counts."""
 _MOST_POWER = 12
+_MOST_EXTRAPOLATED = 2
+"""Times the tokens that a device had in any compiled step: far beyond, memory was off by a half."""
 _AS_FAST = 0.99
 """What gains less than a percent is not worth its memory, and is further from what was compiled."""
 
@@ -66,11 +71,17 @@ def _powers_of_two(work: StepWork, chip: Chip, mesh: Topology) -> Iterator[Batch
   """Microbatches of 1, 2, 4, … samples per group that fit, with every policy, in steps of many."""
   for remat in REMAT_POLICIES:
     for power in range(_MOST_POWER):
-      rows = 2**power
-      result = _split(work, chip, mesh, rows, _MANY, remat)
-      if not is_safe(result.step, None):
+      result = _split(work, chip, mesh, 2**power, _MANY, remat)
+      is_known = result.per_device * work.length <= _MOST_EXTRAPOLATED * most_compiled_tokens()
+      if not is_safe(result.step, None) or not (is_known or power == 0):
         break
       yield result
+
+
+@functools.cache
+def most_compiled_tokens() -> int:
+  """The most tokens that a microbatch had on one device, of the steps from which the rates are."""
+  return max(int(step.length * Fraction(step.per_device)) for step in compiled_steps())
 
 
 def _split(

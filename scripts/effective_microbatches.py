@@ -1,7 +1,8 @@
-"""Writes the tables of docs/effective_microbatches.md: what each shipped model runs best with on a slice.
+"""Prints the tables of docs/effective_microbatches.md: what each shipped model runs best with on a slice.
 
     .venv/bin/python scripts/effective_microbatches.py                      # seconds; compiles nothing
     .venv/bin/python scripts/effective_microbatches.py compile llama2-7b v5e-256   # one row exactly: minutes
+    .venv/bin/python scripts/refresh_docs.py docs/effective_microbatches.md # puts them into the page
 
 A row that was compiled exactly is marked. `compile` compiles the microbatch of a row and puts it into the
 table of compiled steps (maxbatch/estimate/compiled_steps.json), from which the next page is made;
@@ -24,15 +25,27 @@ from maxbatch.estimate.step_work import StepWork, step_work
 from maxbatch.hardware.tpu_slices import slice_named
 from maxbatch.modes.compile_only import prepare_only
 
-PAGE = pathlib.Path("docs/effective_microbatches.md")
 SLICES = {
-  "v5e": ("v5e-16", "v5e-64", "v5e-256"),
-  "v5p": ("v5p-16", "v5p-128", "v5p-512"),
-  "v6e": ("v6e-8", "v6e-64", "v6e-256"),
+  "v5e": ("v5e-16", "v5e-256"),
+  "v5p": ("v5p-16", "v5p-512"),
+  "v6e": ("v6e-8", "v6e-256"),
 }
+CHOSEN_BIAS = 0.9
+"""Utilisation of rows when compiled, over that of their estimates: 38.6 over 44%, 54.1 over 59, 22.0 over 25
+and 10.2 over 11. The best of hundreds of estimates is one of those that err in its favour."""
+COLUMNS = (
+  "model",
+  "tokens of a row",
+  "slice",
+  "micro_batch_size",
+  "remat_policy",
+  "mesh",
+  "utilisation",
+  "memory left",
+  "smallest efficient batch",
+)
 OUT = pathlib.Path("runs/effective_microbatches")
 GIB = 2**30
-BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 
 
 def models() -> list[str]:
@@ -61,11 +74,13 @@ def row(model: str, place: str) -> str:
   if result is None:
     return f"{start} no microbatch fits | | | | | |"
   best, small = result.fastest, result.smallest
-  mark = " ✓" if best.step.how == "compiled" else ""
+  is_compiled = best.step.how == "compiled"
+  mark, about = (" ✓", "") if is_compiled else ("", "≈ ")
+  share = best.step.utilisation * (1.0 if is_compiled else CHOSEN_BIAS)
   tokens = small.batch * work.length
   return (
-    f"{start} {text(best.per_device)}{mark} | {best.remat} | {mesh_of(best)} | {best.step.utilisation:.0%} | "
-    f"{best.step.free_bytes / GIB:.1f} GiB | {small.batch:,} ({tokens / 1e6:.3g}M tokens) |"
+    f"{start} {text(best.per_device)}{mark} | {best.remat} | {mesh_of(best)} | {about}{share:.0%} | "
+    f"{about}{best.step.free_bytes / GIB:.1f} GiB | {small.batch:,} ({tokens / 1e6:.3g}M tokens) |"
   )
 
 
@@ -80,19 +95,10 @@ def tables() -> Iterator[str]:
   for generation, places in SLICES.items():
     yield f"## {generation}"
     yield ""
-    yield "| model | tokens of a row | slice | micro_batch_size | remat_policy | mesh | utilisation | memory left | smallest efficient batch |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
     yield from (row(model, place) for model in models() for place in places)
     yield ""
-
-
-def write() -> None:
-  """Puts the tables into the page."""
-  page = PAGE.read_text()
-  before, rest = page.split(BEGIN)
-  after = rest.split(END)[1]
-  made = [*tables(), "## Held against the compiler", "", *table(), ""]
-  PAGE.write_text("\n".join([before + BEGIN, "", *made, END + after]))
 
 
 def compile_row(model: str, place: str) -> None:
@@ -115,11 +121,11 @@ def compile_row(model: str, place: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-  """Writes the page, or compiles one row of it."""
+  """Prints the tables, or compiles one row of them."""
   if arguments[:1] == ["compile"]:
     compile_row(*arguments[1:])
-  else:
-    write()
+    return 0
+  print(*tables(), "## Held against the compiler", "", *table(), sep="\n")
   return 0
 
 

@@ -1,0 +1,110 @@
+"""Blocks of figures in pages: made by their commands, and listed once their sources have changed."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import refresh_docs  # noqa: E402
+
+PAGE = """Before.
+
+<!-- made by: scripts/figures.py 3; from: source data; takes: {takes};
+at {commit} -->
+old
+<!-- end of made -->
+
+After.
+"""
+
+
+def git(root: pathlib.Path, *words: str) -> str:
+  who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+  return subprocess.run(
+    ["git", *who, *words], cwd=root, check=True, capture_output=True, text=True
+  ).stdout.strip()
+
+
+def commit(root: pathlib.Path) -> str:
+  git(root, "add", "-A")
+  git(root, "commit", "-qm", "a change")
+  return git(root, "rev-parse", "--short", "HEAD")
+
+
+@pytest.fixture
+def root(tmp_path):
+  git(tmp_path, "init", "-q")
+  for folder in ("docs", "scripts", "data"):
+    (tmp_path / folder).mkdir()
+  (tmp_path / "source").write_text("1")
+  (tmp_path / "data" / "a").write_text("1")
+  script = "import sys\nprint('| figure |', open('source').read(), sys.argv[1])\n"
+  (tmp_path / "scripts" / "figures.py").write_text(script)
+  first = commit(tmp_path)
+  (tmp_path / "docs" / "page.md").write_text(PAGE.format(takes="seconds", commit=first))
+  commit(tmp_path)
+  return tmp_path
+
+
+def test_a_block_is_old_once_a_source_has_changed(root, capsys):
+  assert refresh_docs.main([], root) == 0
+  assert capsys.readouterr().out.startswith("0 blocks")
+  (root / "data" / "a").write_text("2")
+  newest = commit(root)
+  assert refresh_docs.main([], root) == 0
+  said = capsys.readouterr().out
+  assert said.startswith("docs/page.md: scripts/figures.py 3 (takes: seconds, made at ")
+  assert f"): {newest} a change\n" in said
+  assert "1 blocks of figures" in said
+
+
+@pytest.mark.parametrize("name", ["all", "docs/page.md"])
+def test_a_block_is_made_anew_with_its_commit(root, capsys, name):
+  (root / "source").write_text("2")
+  newest = commit(root)
+  assert refresh_docs.main([name], root) == 0
+  page = (root / "docs" / "page.md").read_text()
+  assert f"at {newest} -->\n\n| figure | 2 3\n\n<!-- end of made -->" in page
+  assert page.startswith("Before.\n\n<!-- made by: scripts/figures.py 3; from: source data; takes")
+  assert page.endswith("<!-- end of made -->\n\nAfter.\n")
+  capsys.readouterr()
+  assert refresh_docs.main([], root) == 0
+  assert capsys.readouterr().out.startswith("0 blocks")
+
+
+@pytest.mark.parametrize("takes", ["a day on a quiet machine", "minutes"])
+def test_all_makes_only_what_takes_seconds(root, capsys, takes):
+  page = root / "docs" / "page.md"
+  page.write_text(page.read_text().replace("takes: seconds", f"takes: {takes}"))
+  before = page.read_text()
+  assert refresh_docs.main(["all"], root) == 0
+  assert page.read_text() == before
+  assert "left as it is: docs/page.md" in capsys.readouterr().out
+
+
+def test_figures_of_changes_that_are_not_committed_are_refused(root):
+  (root / "source").write_text("2")
+  with pytest.raises(SystemExit, match="commit the changes"):
+    refresh_docs.main(["docs/page.md"], root)
+
+
+@pytest.mark.parametrize(
+  ("old", "new", "said"),
+  [("; takes: seconds", "", "not written"), ("source data", "elsewhere", "there is no elsewhere")],
+)
+def test_a_marker_that_says_too_little_is_refused(root, old, new, said):
+  page = root / "docs" / "page.md"
+  page.write_text(page.read_text().replace(old, new))
+  with pytest.raises(SystemExit, match=said):
+    refresh_docs.main([], root)
+
+
+def test_a_commit_that_is_not_known_is_said(root, capsys):
+  page = root / "docs" / "page.md"
+  page.write_text(PAGE.format(takes="seconds", commit="0123abc"))
+  assert refresh_docs.main([], root) == 0
+  assert "made at 0123abc): its commit is not known here" in capsys.readouterr().out
