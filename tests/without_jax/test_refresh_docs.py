@@ -108,3 +108,11 @@ def test_a_commit_that_is_not_known_is_said(root, capsys):
   page.write_text(PAGE.format(takes="seconds", commit="0123abc"))
   assert refresh_docs.main([], root) == 0
   assert "made at 0123abc): its commit is not known here" in capsys.readouterr().out
+
+
+def test_markers_of_the_pages_here_are_read():
+  found = [block for page in refresh_docs.pages(ROOT) for block in refresh_docs.blocks(ROOT, page)]
+  assert {str(block.page) for block in found} >= {
+    "docs/effective_microbatches.md",
+    "docs/compile.md",
+  }
