@@ -38,7 +38,7 @@ KEEP = re.compile(
 NEVER = re.compile(
   r"""
     test_(conversion|fine_tuning|sample)_transformers | test_families
-  | test_report_in_a_browser | test_docs_site | test_object_store | test_distribution | test_packaging
+  | test_report_in_a_browser | test_docs_site | test_object_store | test_distribution
   | test_same_training | test_faults | test_interrupted | test_lost_listener | test_agreement
   | test_loading_processes | test_full_disk | test_rendezvous | test_soak | test_partition
   | test_joining | test_second_job | test_environment | test_local_cluster | test_templates

@@ -29,7 +29,11 @@ esac
 """
 
 
-PYTEST = "-m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
+WORKERS = "-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
+QUICK = [
+  "-m pytest -p quick_tier tests/without_jax",
+  f"-m pytest -p quick_tier {WORKERS} --ignore=tests/without_jax tests",
+]
 
 
 @pytest.fixture
@@ -77,11 +81,29 @@ INSTALL = "-m pip install --disable-pip-version-check --quiet -c constraints.txt
 def test_first_call_installs_and_second_starts_at_once(checkout: Path):
   process, calls = call(checkout, "test.sh", "-k", "a b")
   assert process.returncode == 0, process.stderr
-  assert calls == ["-m venv --clear .venv", f"{INSTALL} .[test]", f"{PYTEST} -k a b"]
+  tests = [f"{each} -k a b" for each in QUICK]
+  assert calls == ["-m venv --clear .venv", f"{INSTALL} .[test]", *tests]
   assert "1 to 5 minutes, once" in process.stderr
   process, calls = call(checkout, "test.sh")
-  assert calls == [PYTEST]
+  assert calls == QUICK
   assert process.stderr == ""
+
+
+def test_all_tests_run_without_the_plugin_of_the_quick_tier(checkout: Path):
+  _, calls = call(checkout, "test.sh", "--all", "-x")
+  everything = [each.replace(" -p quick_tier", "") + " -x" for each in QUICK]
+  assert calls[1:] == [f"{INSTALL} .[test-all]", *everything]
+  # What all tests need the quick ones find there.
+  assert call(checkout, "test.sh")[1] == QUICK
+
+
+def test_tests_that_are_named_run_whole(checkout: Path):
+  _, calls = call(checkout, "test.sh", "scripts/test.sh::test_x", "-x")
+  assert calls[2:] == [f"-m pytest {WORKERS} scripts/test.sh::test_x -x"]
+
+
+def test_all_that_continuous_integration_runs_is_everything():
+  assert (ROOT / ".ci" / "run").read_text().splitlines()[-1].endswith('scripts/test.sh" --all "$@"')
 
 
 def test_train_shares_the_environment_of_the_tests(checkout: Path):
@@ -102,9 +124,9 @@ def test_the_newest_packages_have_an_environment_of_their_own(checkout: Path):
   process, calls = call(checkout, "test.sh", MAXBATCH_NEWEST="1")
   assert process.returncode == 0, process.stderr
   newest = INSTALL.replace("-c constraints.txt", "--upgrade --upgrade-strategy eager")
-  assert calls == ["-m venv --clear .venv-newest", f"{newest} .[test]", PYTEST]
-  assert call(checkout, "test.sh", MAXBATCH_NEWEST="1")[1] == [PYTEST]
-  assert call(checkout, "test.sh")[1] == [PYTEST]
+  assert calls == ["-m venv --clear .venv-newest", f"{newest} .[test]", *QUICK]
+  assert call(checkout, "test.sh", MAXBATCH_NEWEST="1")[1] == QUICK
+  assert call(checkout, "test.sh")[1] == QUICK
 
 
 def gpu(checkout: Path, *drivers: str) -> None:
@@ -135,7 +157,7 @@ def test_a_gpu_changes_nothing_for_tests_and_for_who_wants_the_cpu(checkout: Pat
   assert len(call(checkout, "train.sh", JAX_PLATFORMS="cpu")[1]) == 1
   assert f"{INSTALL} .[gpu]" in call(checkout, "train.sh")[1]
   # Both are there now.
-  assert call(checkout, "test.sh")[1] == [PYTEST]
+  assert call(checkout, "test.sh")[1] == QUICK
   assert len(call(checkout, "train.sh")[1]) == 1
 
 
@@ -264,7 +286,7 @@ def test_the_tests_bring_the_tpu_compiler_where_there_is_one():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   extras = project["optional-dependencies"]
   (compiler,) = extras["tpu"]
-  for name in ("test", "dev"):
+  for name in ("test-all", "dev"):
     assert str(Requirement(compiler)) in with_extras(extras, name)
   marker = Requirement(compiler).marker
   assert marker is not None
@@ -272,3 +294,9 @@ def test_the_tests_bring_the_tpu_compiler_where_there_is_one():
   assert marker.evaluate({**linux, "platform_machine": "x86_64"})
   assert not marker.evaluate({**linux, "platform_machine": "aarch64"})
   assert not marker.evaluate({**mac, "platform_machine": "arm64"})
+
+
+def test_the_quick_tests_install_nothing_large():
+  extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+  names = {Requirement(each).name for each in with_extras(extras, "test")}
+  assert not names & {"torch", "transformers", "peft", "libtpu", "playwright", "datasets", "wandb"}
