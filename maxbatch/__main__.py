@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from maxbatch.command_line.streams import EnduringStreams
 from maxbatch.config.find import did_you_mean
@@ -33,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   The process is replaced, and imports nothing of the command before: signals, the working directory as
   a place of modules, and the command that a run records are those of `python -m`.
   """
+  if "_ARGCOMPLETE" in os.environ:
+    _become("command_line.completion", list(COMMANDS))
   name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
   if name == "help" and rest:
     name, rest = rest[0], ["--help", *rest[1:]]
@@ -46,7 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
       print(f"error: {_unknown(name)}", file=sys.stderr)
       return EXIT_USER_ERROR
-  os.execv(sys.executable, [sys.executable, "-m", f"maxbatch.{name}", *rest])
+  _become(name, rest)
+
+
+def _become(module: str, arguments: Sequence[str]) -> NoReturn:
+  os.execv(sys.executable, [sys.executable, "-m", f"maxbatch.{module}", *arguments])
 
 
 def _help_text() -> str:

@@ -90,3 +90,22 @@ def test_a_word_that_no_key_has_names_the_nearest(capsys):
   assert "Did you mean learning_rate?" in capsys.readouterr().err
   assert keys.main([]) == 2
   assert "for example maxbatch keys accumulation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("line", "offered"),
+  [
+    ("maxbatch critical", {"critical_batch"}),
+    ("maxbatch train gns_d", {"gns_dwell_tokens=", "gns_dry_run="}),
+    ("maxbatch train config=base gns=", {"off", "norm", "all"}),
+    ("maxbatch train packing=f", {"false"}),
+  ],
+)
+def test_a_shell_completes_commands_keys_and_values(line, offered, tmp_path):
+  pytest.importorskip("argcomplete")
+  shell = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE": "1"}
+  shell |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "offered"), "_ARGCOMPLETE_IFS": "\n"}
+  shell |= {"_ARGCOMPLETE_COMP_WORDBREAKS": " =:"}
+  command = [sys.executable, "-m", "maxbatch"]
+  subprocess.run(command, env=os.environ | shell, cwd=ROOT, capture_output=True, check=False)
+  assert set((tmp_path / "offered").read_text().split("\n")) == offered
