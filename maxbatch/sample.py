@@ -148,7 +148,7 @@ class _Text(NamedTuple):
   num_tokens: int
   """With what ended it."""
   log_probability: float
-  """Of all of them together."""
+  """Log-probability of all of them together."""
   ended: bool
 
 

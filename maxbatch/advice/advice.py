@@ -42,7 +42,7 @@ class Sizes:
   """The batch as it is divided, and its ramp."""
 
   samples: int
-  """Of a step, at the end."""
+  """Samples of a step, at the end."""
   phases: Sequence[RampPhase]
   micro_batch: int
   """Samples of a microbatch on all devices; 0: no place is known that would say."""
@@ -61,7 +61,7 @@ class Advice:
   """All keys that are advised."""
   goal: Goal
   ramp_overhead: float
-  """Of the run with its ramp."""
+  """The data overhead of the run with its ramp."""
   curves: Sequence[Curve]
   """On half the chips, these, and twice as many."""
   here: Point | None

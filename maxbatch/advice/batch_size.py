@@ -25,7 +25,8 @@ _OVER_NOISE_SCALE = 1.7
 later in training (docs/advice_check.md). One small model; Merrill et al. (2025) report far more."""
 
 Kind = Literal["noise scale", "branches", "branches' curve"]
-"""Of branches: the largest batch within the tolerance, or where known the batch of twice the data."""
+"""From branches: the largest batch within the tolerance, or where known the batch of twice the
+data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +200,7 @@ class BatchSize:
   measured: Sequence[Measured]
   low: float
   high: float
-  """Of the rules and measurements at the asked overhead."""
+  """The range of the rules and measurements at the asked overhead."""
   by_rules: float
   """The middle of the rules, without what was measured."""
   tokens: float

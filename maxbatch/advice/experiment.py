@@ -21,11 +21,11 @@ from maxbatch.batch_rules.published import batch_rules, expected_loss
 from maxbatch.batch_rules.rule import Training, at_overhead
 
 _FACTORS = (0.5, 0.75, 1.0, 1.5, 2.0)
-"""Of the batch that is worth using where the branches begin."""
+"""Factors of the batch that is worth using where the branches begin."""
 _BRANCH_STEPS = 40
-"""Of the largest branch: the default of python -m maxbatch.critical_batch."""
+"""Steps of the largest branch: the default of python -m maxbatch.critical_batch."""
 _SHARES = (0.005, 0.02, 0.1)
-"""Of the run's tokens, where branches may begin."""
+"""Shares of the run's tokens at which branches may begin."""
 _WORTH = 1.05
 """An experiment that narrows the interval by less is none."""
 _ONE_HOST_CHIPS = 8
@@ -36,7 +36,7 @@ class Running:
   """The run that is advised, as far as branches follow it."""
 
   samples: int
-  """Of a step, at the end."""
+  """Samples of a step, at the end."""
   unit: int
   """Samples of which every batch is a multiple."""
   learning_rate: float
@@ -50,14 +50,14 @@ class Experiment:
   at_tokens: float
   """Where in a run the branches begin."""
   batches: Sequence[int]
-  """Of the branches, samples of a step."""
+  """Batches of the branches, in samples of a step."""
   is_own_run: bool
   """Whether that is the run itself, which goes on afterwards."""
   commands: Sequence[str]
   tokens: float
-  """Of all branches."""
+  """Total over all branches."""
   chip_hours: float
-  """Of the branches, on the place of the question; 0: none is known."""
+  """Chip hours of the branches, on the place that was asked about; 0: none is known."""
   cost: float
   spread_now: float
   """The factor between the ends of the interval."""

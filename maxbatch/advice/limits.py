@@ -7,7 +7,7 @@ from maxbatch.advice.advice import Advice, Planned
 from maxbatch.advice.words import DAY, percent, short, span, times
 
 _IDLE = 0.9
-"""Of the best utilisation that larger batches have: below, chips wait for work."""
+"""Share of the best utilisation of larger batches below which chips wait for work."""
 
 
 def limits(advice: Advice, planned: Planned) -> Iterator[str]:

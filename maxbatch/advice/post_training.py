@@ -34,7 +34,7 @@ class PromptNoise:
 
   where: str
   generations: int
-  """Of the run."""
+  """That of the run."""
   scale: float
   """The noise scale, in prompts of so many completions."""
   sampling: float

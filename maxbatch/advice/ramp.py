@@ -18,7 +18,7 @@ from maxbatch.core.topology import Topology
 _HALVINGS = 3
 """A ramp begins with at least an eighth of its last batch: below, phases are shorter than a warm-up."""
 _SHORTEST = 0.002
-"""Of the run: a phase that is shorter is left out."""
+"""Share of the run below which a phase is left out."""
 _TOLERANCE = 0.1
 """Rules agree no better than this: so far a batch may move to divide by a larger power of 2."""
 
@@ -29,7 +29,7 @@ class RampPhase:
 
   at_tokens: float
   samples: int
-  """Of a step."""
+  """Samples of a step."""
 
 
 def ramp(samples: int, unit: int, tokens: float, share: float) -> list[RampPhase]:

@@ -21,8 +21,8 @@ from maxbatch.batch_rules.rule import ScalingRule
 _RULED = "adamw"
 """The opt_type that the rules speak of."""
 _ROOT_UNTIL = 0.25
-"""Of the critical batch: above, a rate by the square root was too large where we measured it
-(docs/advice_check.md), as Li et al. (2024) say."""
+"""Share of the critical batch above which a rate by the square root was too large where we measured
+it (docs/advice_check.md), as Li et al. (2024) say."""
 _LARGEST_B2 = 0.999999
 """That the configuration takes."""
 

@@ -24,7 +24,7 @@ class PromptEpochs:
   """The stream of prompts of a run."""
 
   num_prompts: int
-  """Of an epoch; −1: there is no end."""
+  """Prompts of an epoch; −1: there is no end."""
   batch_size: int
   leftovers: Leftovers
 

@@ -24,7 +24,8 @@ class RLPlan:
   """The sizes of a run. A completion, with its prompt, is a sample."""
 
   batch_plan: BatchPlan
-  """Of the completions, on the devices that train; its steps are those of the optimizer."""
+  """The plan of the completions, on the devices that train; its steps are those of the
+  optimizer."""
   topology: RLTopology
   num_iterations: int
   """Steps of the optimizer on each batch of completions."""

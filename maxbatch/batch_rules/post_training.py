@@ -51,4 +51,4 @@ CHOICES = (
   ),
 )
 EQUAL_GENERATIONS = (8, 32)
-"""Of as many completions, by ScaleRL."""
+"""Group sizes that did equally well with as many completions, by ScaleRL."""

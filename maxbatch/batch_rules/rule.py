@@ -77,7 +77,7 @@ class Rule:
   title: str
   formula: str
   units: str
-  """Of what goes in and what comes out."""
+  """Units of what goes in and what comes out."""
   source: str
   read: Read
   caveat: str
@@ -119,7 +119,7 @@ class ScalingRule(Rule):
   """How a setting follows the batch: its value at `factor` times the batch it was found at."""
 
   key: str
-  """Of the configuration: learning_rate, adam_b1, adam_b2 or adam_eps."""
+  """The configuration key: learning_rate, adam_b1, adam_b2 or adam_eps."""
   scaled: Callable[[float, float, float], float]
   """(value, factor, share) to the value at `factor` times the batch; share: the batch that the value
   was found at, over the critical one."""

@@ -30,7 +30,7 @@ from maxbatch.data.rows import scattered
 from maxbatch.errors import UserError
 
 VERSION = 3
-"""Of the formula; checkpoints that do not name one were written with version 1."""
+"""Version of the formula; checkpoints that do not name one were written with version 1."""
 VERSIONS = (1, 2, VERSION)
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}

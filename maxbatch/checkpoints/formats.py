@@ -106,7 +106,7 @@ _SMALLEST_CHUNK_BYTES = 2**21
 """Unless a device's part of a layer is smaller: pieces of half of that take half as long again to save,
 and those of this size no longer."""
 _SMALLEST_SHARE_BYTES = 2**22
-"""Of an array that several devices hold, which then write a share each."""
+"""Bytes of an array above which the devices that hold it write a share each."""
 
 
 @functools.cache
@@ -131,12 +131,12 @@ class Format:
   """
 
   save: Callable[[dict[str, jax.Array]], Any]
-  """Of the arrays by leaf name, none of them empty."""
+  """Made from the arrays by leaf name, none of them empty."""
   restore: Callable[[dict[str, jax.ShapeDtypeStruct]], Any]
-  """Of the shapes, dtypes and shardings by leaf name; `restore` returns arrays."""
+  """Made from the shapes, dtypes and shardings by leaf name; `restore` returns arrays."""
   stored: Callable[[pathlib.Path], StoredArrays] | None = None
-  """Of the folder of a step's arrays, each of them to be read by itself and in parts; None: they are
-  read all together."""
+  """Opens a step's folder of arrays, each to be read by itself and in parts; None: they are read
+  all together."""
 
 
 def _save_args(leaf: jax.Array) -> ocp.SaveArgs:

@@ -94,7 +94,7 @@ _OFF: dict[str, Any] = {"trainable": [], "lora_rank": 0, "lora_alpha": -1, "lora
 _CONSEQUENCES = {
   "stream_version": ": samples would come in another order, some again and some not at all"
 }
-"""Of differences that no key makes."""
+"""Consequences of differences that no key makes."""
 
 
 def make_record(

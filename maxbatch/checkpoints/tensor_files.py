@@ -36,7 +36,7 @@ class StoredArray:
   shape: tuple[int, ...]
   dtype: np.dtype
   rows_together: int
-  """Of its first dim, how many are stored together: who reads one of them reads them all."""
+  """How many indices of its first dim are stored together: who reads one of them reads them all."""
   read: Callable[[Index], np.ndarray]
 
   @property

@@ -40,7 +40,8 @@ class Timing:
   """Half the range that holds the middle half of the repeats, as a share of their median."""
   repeats: int
   seconds_without_ticks: float | None = None
-  """Of a fused pipeline: a step whose timetable is empty, which is neither microbatch nor filling."""
+  """Seconds of a fused pipeline's step with an empty timetable, which is neither microbatch nor
+  filling."""
 
 
 def measure_step(

@@ -31,7 +31,7 @@ class Operation:
   count: float
   """Executions in a step of one device."""
   seconds: float
-  """Of these."""
+  """Seconds of these."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,7 @@ class ProgramMemory:
   peak: int
   """At the worst moment."""
   host: int = 0
-  """Of the host's memory: what the step keeps there for this device."""
+  """Host memory: what the step keeps there for this device."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,13 +90,14 @@ class CompileReport:
   input_function: InputReport | None = None
   """What the run would read; the same for all of its steps, so that one of their reports has it."""
   sampling: Sampling | None = None
-  """Of what samples what the step is fed."""
+  """The programs that sample the step's input."""
   compiler_flags: str = ""
   """With which the step was compiled."""
   not_estimated: str = ""
   """Why the compiler's text gives no time; empty where it does, or was not asked."""
   operations: Sequence[OperationCost] = ()
-  """Of the program, those in its loop over microbatches as often as one microbatch does them."""
+  """Operations of the program; those in its loop over microbatches as often as one microbatch does
+  them."""
 
   @property
   def num_microbatches(self) -> int:

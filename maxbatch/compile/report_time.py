@@ -26,7 +26,8 @@ from maxbatch.pipeline_parallel.cost import (
 from maxbatch.pipeline_parallel.sizes import Pipeline
 
 LEAST_COVERAGE = 0.97
-"""Of the traced matrix products, which the program does at least: it computes some of them again."""
+"""Share of the traced matrix products that must be found: the program computes some of them
+again."""
 
 TESTED_VERSIONS = (
   {"jax": "0.10.2", "libtpu": "0.0.51"},
@@ -174,11 +175,12 @@ class StepTime:
   how: str
   """estimate or measured."""
   spread: float | None = None
-  """Of a measurement, as a share."""
+  """Spread of a measurement, as a share."""
   other_per_microbatch: float = 0.0
-  """Of `seconds_per_microbatch`, in a pipeline: what is no forward or backward of layers, as far as known."""
+  """In a pipeline, the part of `seconds_per_microbatch` that is no forward or backward of layers,
+  as far as known."""
   other_rest: float = 0.0
-  """Of `rest`, the same."""
+  """The same part of `rest`."""
 
   def of(self, num_microbatches: int) -> float:
     """Returns a step of so many microbatches."""

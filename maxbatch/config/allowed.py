@@ -147,4 +147,4 @@ NonNegativeFloat = Annotated[float, Range(low=0, limit=FLOAT32)]
 FloatFormat = Literal["float32", "bfloat16", "float16", "cbfloat16"]
 Scale = Annotated[float, Range(low=2.0**-24, high=2.0**40)]
 LossScale = Annotated[float, Range(low=2.0**-24, high=2.0**40, off="none")]
-"""Of losses: powers of two are exact."""
+"""A scale of losses: powers of two are exact."""

@@ -31,7 +31,7 @@ class PlugIn:
   """A plug-in that declares keys."""
 
   key: str
-  """Of maxbatch's, that names it."""
+  """The key of maxbatch's that names it."""
   name: str
   """`module:attribute`."""
   keys: type

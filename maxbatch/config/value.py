@@ -68,7 +68,7 @@ class _Type:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     self.choices: tuple[object, ...] = arguments if origin is typing.Literal else ()
     self.items: tuple[object, ...] = arguments if origin is tuple else ()
-    """Of a list: the types of its items; `...` after the one of all."""
+    """The types of a list's items; `...` after the one of all."""
 
   def note(self, kind: type[_Note]) -> _Note | None:
     """Returns what the type is annotated with of this kind."""

@@ -34,7 +34,7 @@ class Place:
   number: int
   """Which of the parameters in that tensor."""
   shapes: tuple[Shape, ...]
-  """Of all of them, as they are in the file."""
+  """Shapes of all tensors, as they are in the file."""
 
   def read(self, theirs: StoredArray, index: Index) -> np.ndarray:
     """Reads a part of our parameter from the tensor as it is stored; values beyond the end of a dim
@@ -151,7 +151,7 @@ class FolderReader:
     family, options = read_folder(folder)
     self.family, self.options = family, options
     self.dtypes: set[np.dtype] = set()
-    """Of the folder's tensors."""
+    """Dtypes of the folder's tensors."""
     self._folder, self._shapes = folder, shapes
     self._places = _places(family, _as_stored(shapes, axes, options["vocab_size"], folder))
     self._tensors = TensorFolder(folder)

@@ -87,7 +87,7 @@ class _Source:
     self._axes = {".".join(path): axes for path, axes in model.axes().items()}
     _check_leaves(checkpoint, self._axes)
     self.shapes = {path: self._shape(path) for path in self._axes}
-    """Of one layer, with the vocabulary that is written."""
+    """Shapes of one layer, with the vocabulary that is written."""
     self.dtype = checkpoint[_leaf(next(iter(self._axes)))].dtype
 
   def specs(self, tensor: Tensor, dtype: np.dtype) -> Iterator[TensorSpec]:

@@ -8,7 +8,7 @@ from maxbatch.core.solve import divisors, nearest_divisors
 from maxbatch.errors import UserError
 
 _MOST_INCREMENTS = 10_000
-"""Of a ramp-up; each is a phase, planned and checked before the run."""
+"""Most increments of a ramp-up; each is a phase, planned and checked before the run."""
 
 
 def check_increments(

@@ -30,11 +30,11 @@ class Arrangement(NamedTuple):
   """Which rows are in which place."""
 
   index_kB: np.ndarray
-  """Of the rows; −1 is a row of zeros."""
+  """Indices of the rows; −1 is a row of zeros."""
   num_microbatches: int = 1
   """Those that are read."""
   keys_kB: np.ndarray | None = None
-  """Of the keys, where they do not go with their rows."""
+  """Indices of the keys, where they do not go with their rows."""
 
 
 class Probe:
@@ -125,9 +125,9 @@ class Results(NamedTuple):
   """What a step makes of its sums."""
 
   values: dict[str, np.ndarray]
-  """Of terms and statistics: `term "loss"`, `statistic "entropy"`."""
+  """Values of terms and statistics: `term "loss"`, `statistic "entropy"`."""
   gradients: list[np.ndarray]
-  """Of the objective, by leaf."""
+  """Gradients of the objective, by leaf."""
 
 
 def results(sums: Accumulated) -> Results:
@@ -167,7 +167,7 @@ class Tolerances(NamedTuple):
   """What results may differ by, absolutely, and still be rounding."""
 
   share: float
-  """Of the magnitude of what is summed."""
+  """Share of the magnitude of what is summed."""
   values: dict[str, float]
   gradients: list[float]
 

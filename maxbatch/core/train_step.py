@@ -32,7 +32,7 @@ class StepState(NamedTuple):
   params: Any
   opt_state: optax.MultiStepsState
   sums: Sums | None = None
-  """Of the dispatches of a streamed step so far; None where steps are fused."""
+  """Sums over the dispatches of a streamed step so far; None where steps are fused."""
 
 
 class StepResult(NamedTuple):

@@ -46,7 +46,7 @@ class SourceRows:
 
   name: str
   share: float
-  """Of the loss of the whole."""
+  """Share in the loss of the whole."""
   rows: RowSource
 
 
@@ -67,7 +67,7 @@ class Dataset:
   """Bytes of every file, by name: what a refused resume names beside fingerprints."""
   validation_files: Mapping[str, int] = dataclasses.field(default_factory=dict)
   tokenizer_version: str = ""
-  """Of the tokenizer that made the ids; changes with the contents of its vocabulary."""
+  """Version of the tokenizer that made the ids; changes with the contents of its vocabulary."""
   num_skipped_records: int = 0
   """Bad records among those to train on, which max_bad_records lets pass."""
   validation_by_source: tuple[SourceRows, ...] = ()

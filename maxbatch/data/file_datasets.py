@@ -61,7 +61,7 @@ def find_grain(data: DataConfig) -> Given:
 
 
 _BUILDERS = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow"}
-"""Of the datasets library, those whose files are read here as formats."""
+"""Builders of the datasets library whose files are read here as formats."""
 _EVAL_WORDS = ("valid", "validation", "val", "eval", "dev", "test")
 
 

@@ -41,7 +41,7 @@ class TokenizeRate:
 
   tokens_per_second: float
   text_bytes_per_second: float
-  """Of the text itself, decompressed and without what a format has around it."""
+  """Rate of the text itself, decompressed and without the format around it."""
 
 
 def tokenize_rate(
@@ -104,16 +104,16 @@ class SourceReport:
   num_files: int
   size_bytes: int
   largest_undivided: tuple[str, int]
-  """Of the files of which no part can be read alone, the largest: name and bytes, if it counts."""
+  """The largest file of which no part can be read alone: name and bytes, if it matters."""
   num_shards: int
-  """Of the token cache, for training: so many processes can tokenize at once."""
+  """Shards of the training token cache: the number of processes that can tokenize at once."""
   cold_bytes: int
-  """Of the files, what is tokenized before the first step; for training and validation."""
+  """Bytes of files that are tokenized before the first step; for training and validation."""
   num_tokens: int
   """For training, as far as they are in the cache."""
   num_documents: int
   rate: TokenizeRate | None
-  """Of one core; None where it was not measured."""
+  """Rate of one core; None where it was not measured."""
 
   @property
   def cold_seconds(self) -> float:

@@ -151,7 +151,7 @@ class EvalRows:
   """Validation rows that are evaluated together, and their part of the loss of the whole."""
 
   name: str
-  """Of the source of a mixture; empty where there is nothing to tell apart."""
+  """Name of the source in a mixture; empty where there is only one."""
   share: float
   open: Callable[[], Loader]
 

@@ -41,7 +41,7 @@ class StoredObject:
   size_bytes: int
   version: str
   md5: str
-  """Of its contents, in hexadecimal digits; empty where the store does not say."""
+  """MD5 of its contents, in hexadecimal digits; empty where the store does not say."""
 
 
 class Range(NamedTuple):

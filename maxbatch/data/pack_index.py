@@ -137,7 +137,7 @@ def _fit(sizes: np.ndarray, length: int, fit: Fit, group: int) -> np.ndarray:
 
 
 VERSION = 1
-"""Of the rows that the same documents are packed to."""
+"""Version of the rows that the same documents are packed into."""
 _CHUNK_DOCUMENTS = 2**21
 
 _log = logging.getLogger(__name__)

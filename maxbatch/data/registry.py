@@ -46,7 +46,7 @@ FILES: dict[str, Callable[[DataConfig], Given | None]] = {
   "grain": file_datasets.find_grain,
   "hf": file_datasets.find_hf,
 }
-"""Of datasets made of files, what finds them; the input function report looks at them."""
+"""Finders of the files of datasets made of files; the input function report looks at them."""
 
 
 def _of_files(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:

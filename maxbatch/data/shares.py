@@ -32,7 +32,8 @@ _BLOCK = 4096
 SMALLEST_SHARE = Fraction(1, 2**20)
 """A block is as long as the rarest source needs, and takes about a microsecond per sample."""
 LARGEST_TOTAL = 2**40
-"""Of whole weights, so that products of a block's length and a weight are 64-bit numbers."""
+"""Largest total of whole weights, so that products of a block's length and a weight are 64-bit
+numbers."""
 
 
 def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:

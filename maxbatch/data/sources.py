@@ -31,7 +31,7 @@ _MORE_CODE = {"js", "mjs", "ts", "jsx", "rb", "php", "pl", "pm", "swift", "hs", 
 TEXT_SUFFIXES = frozenset(_PROSE | _RECORDS | _SETTINGS | _CODE | _MORE_CODE)
 
 _BEGIN_BYTES = 65_536
-"""Of a file, which tell whether it may be text."""
+"""First bytes of a file, which tell whether it may be text."""
 _EXAMPLE = f"'texts/**/*.txt', or {STDLIB} for the text of the Python standard library"
 
 Kind = Literal["file", "folder", "glob", "stdlib"]
@@ -47,11 +47,11 @@ class SourceFile:
   size_bytes: int
   modified_ns: int
   version: str = ""
-  """Of an object, in place of the time: what its store changes with its contents."""
+  """Version of an object, in place of the time: what its store changes with its contents."""
   md5: str = ""
-  """Of an object, if its store says so."""
+  """MD5 of an object, if its store says so."""
   copy: str = ""
-  """Of an object, where its contents lie while they are tokenized."""
+  """Local copy of an object's contents while they are tokenized."""
 
   @property
   def local_path(self) -> str:
@@ -70,11 +70,11 @@ class Sources:
   format: str = "text"
   """text: a file is a document; else the name of a format of records, each of them a document."""
   column: str = ""
-  """Of a record, what holds the document."""
+  """The column of a record that holds the document."""
   is_tokenized: bool = False
   """The records hold token ids instead of text."""
   weights_column: str = ""
-  """Of a record, what says which of its tokens count; empty: all do."""
+  """The column of a record that says which of its tokens count; empty: all do."""
 
   @property
   def size_bytes(self) -> int:
@@ -121,7 +121,7 @@ class Wanted:
   example: str
   """What to give instead of a path that is not there, after: …, or"""
   offer: Callable[[str, str, Sequence[Path]], str]
-  """Of (key, path, files that are skipped): what to write instead of a folder with nothing to read."""
+  """From (key, path, skipped files) to what to write instead of a folder with nothing to read."""
 
 
 def resolve(key: str, path: str) -> Sources:

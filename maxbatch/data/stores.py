@@ -30,11 +30,12 @@ class ObjectStore:
   """Whether the same request would fail again."""
   endpoint: Callable[[Any], str]
   version: Callable[[Mapping[str, Any]], str]
-  """Of what is listed of an object: changes with its contents."""
+  """Version from an object's listing: changes with its contents."""
   md5: Callable[[Mapping[str, Any]], str]
   """Likewise: the MD5 of its contents, if it says so."""
   has_md5: Callable[[Any, str], bool]
-  """Of (file system, object): whether `md5` is one; some stores say something else in its place."""
+  """From (file system, object) to whether `md5` is one; some stores say something else in its
+  place."""
   credentials: str
   """Where they are read, for a person who has none."""
 

@@ -35,7 +35,7 @@ from maxbatch.data.workers import make_shards_in_processes, tokenizing_progress
 
 _FORMAT = 4
 SHARD_BYTES = 16 * 2**20
-"""Of the sources of a shard, if there are not too many of them: seconds to a minute for a core."""
+"""Bytes of a shard's sources, if there are not too many of them: seconds to a minute for a core."""
 _MOST_SHARDS = 4096
 
 

@@ -57,9 +57,9 @@ class TokenShard:
   num_documents: int
   documents_fingerprint: str = ""
   weights_fingerprint: str = ""
-  """Of which tokens count, if there is a file that says so; else all do."""
+  """Fingerprint of which tokens count, if there is a file that says so; else all do."""
   dtype: str = "<u2"
-  """Of the ids in the file: uint16 or uint32, little-endian, as the vocabulary needs."""
+  """Dtype of the ids in the file: uint16 or uint32, little-endian, as the vocabulary needs."""
   num_bad: int = 0
   """Records that were skipped because they hold no document."""
   first_bad: str = ""

@@ -70,13 +70,13 @@ class CompiledStep:
   microbatch_seconds: float
   rest_seconds: float
   waits: float
-  """Of a microbatch, collectives that computing waits for."""
+  """Seconds of a microbatch in which computing waits for collectives."""
   parts: Mapping[str, float]
   """Seconds of a microbatch by part, collectives included; empty where only the sum is known."""
   state_bytes: int
   peak_bytes: int
   keys: Sequence[str] = ()
-  """Of the configuration, where it trains another way than the shipped one: `dropout_rate=0`."""
+  """Keys of the configuration that differ from the shipped one: `dropout_rate=0`."""
 
   @property
   def name(self) -> str:

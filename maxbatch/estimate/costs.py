@@ -81,7 +81,7 @@ class Collective:
   kind: str
   """all-gather, all-reduce, reduce-scatter, …"""
   bytes: int
-  """Of the full array: the output of an all-gather, the input of a reduction."""
+  """Bytes of the full array: the output of an all-gather, the input of a reduction."""
   groups: ReplicaGroups
   slices: int = 1
   """The number of slices, where they communicate through their hosts. Each slice then runs a

@@ -144,13 +144,13 @@ class StepRoofline:
 
   step_seconds: float
   microbatch_seconds: float
-  """Of it, one microbatch."""
+  """The part of one microbatch."""
   rest_seconds: float
-  """Of it, the update, and gradients between data replicas."""
+  """The part of the update, and of gradients between data replicas."""
   utilisation: float
   """Model FLOPs over what the devices could do at their peak in that time."""
   tokens_per_second: float
-  """Of all devices."""
+  """Rate of all devices."""
   bytes: StepBytes
   capacity_bytes: int
   """What the compiler leaves to programs on this chip."""

@@ -33,7 +33,7 @@ class Operation:
   name: str
   scope: str
   seconds: float
-  """Of all its executions."""
+  """Seconds of all its executions."""
   how: How
   count: int
   in_microbatch_loop: bool
@@ -52,7 +52,7 @@ class Exchange:
   count: int
   """Executions per microbatch, or in the rest of a step."""
   bytes: int
-  """Of all executions: outputs of all-gathers and inputs of reductions, per device."""
+  """Bytes of all executions: outputs of all-gathers and inputs of reductions, per device."""
   seconds: float
   """Time on the links. If overlapped, only the excess, if any, adds to the step."""
 

@@ -45,11 +45,11 @@ class StepWork:
   length: int
   """Tokens of a row: max_target_length."""
   compute_bytes: int = 2
-  """Of a number of the computation: 2 in bfloat16."""
+  """Bytes of a number in the computation: 2 in bfloat16."""
   weight_bytes: int = 4
-  """Of a stored weight."""
+  """Bytes of a stored weight."""
   optimizer_bytes: int = 8
-  """Of the optimizer's state for one parameter: 8 for Adam's two moments in float32."""
+  """Bytes of the optimizer's state for one parameter: 8 for Adam's two moments in float32."""
 
   @property
   def layer_matrix(self) -> Mapping[str, tuple[tuple[int, int], ...]]:

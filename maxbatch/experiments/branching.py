@@ -25,7 +25,7 @@ FEWEST_BLOCKS = 4
 """Minimum number of blocks in the smoothing window; fewer do not show their own noise."""
 _DEFAULT_BLOCKS = 40
 _MOST_TOKENS = 2**53
-"""Of a branch; floats and JSON count exactly so far."""
+"""Most tokens of a branch; floats and JSON count exactly up to there."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Experiment:
   """In force at the checkpoint, for factor 1."""
   coupling: str
   folder: pathlib.Path
-  """Of all branches."""
+  """Total over all branches."""
 
   def rate_of(self, branch: Branch) -> float:
     """Returns the learning rate of a branch."""

@@ -11,7 +11,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.tpu_slices import slice_named
 
 SIMULATED_DEVICES = 8
-"""Of the CPU, where no accelerator is there and no number is given."""
+"""Number of simulated CPU devices where there is no accelerator and no number is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class CountedDevices:
   """How the mesh axes divide the devices, and the hosts that these belong to."""
 
   layout: Topology
-  """Of those that train; rollout_devices come on top."""
+  """Layout of the devices that train; rollout_devices come on top."""
   num_hosts: int
   assumption: str = ""
   """Why they are as many, where nothing says how many there are."""

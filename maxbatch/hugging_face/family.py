@@ -19,7 +19,7 @@ from maxbatch.hugging_face.model_keys import PLAIN, differing, layer_types, shor
 
 Shape = tuple[int, ...]
 Array = Any
-"""Of numpy, jax, or whatever else has the array API."""
+"""An array of numpy, jax, or whatever else has the array API."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,9 +124,9 @@ def _documents(
 
 
 _LOAD_BYTES = 64 * 2**20
-"""Of the loads that are measured; a rate needs no larger ones."""
+"""Bytes of the loads that are measured; a rate needs no larger ones."""
 _MEMORY_SHARE = 0.25
-"""Of a host's memory that loads may take."""
+"""Share of a host's memory that loads may take."""
 _MOST_SECONDS = 4.0
 
 

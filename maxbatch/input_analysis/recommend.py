@@ -28,7 +28,7 @@ class Loading:
   factor: Fraction
   """`expansion_factor_real_data`."""
   samples_per_step: int
-  """Of the host that reads most."""
+  """Samples of the host that reads most."""
   samples_per_load: int
   """Likewise, of one load."""
   num_rounds: int
@@ -43,7 +43,7 @@ class Bounds:
   """Times what the step consumes."""
   step_seconds: float
   row_bytes: int
-  """Of one sample in memory."""
+  """Bytes of one sample in memory."""
   load_bytes: float
   """That a host may have in loads at once."""
 

@@ -29,7 +29,7 @@ class KeysValues(NamedTuple):
 
 
 Cache = KeysValues | tuple[KeysValues, ...]
-"""Of all layers: stacked, or one by one."""
+"""Caches of all layers: stacked, or one by one."""
 
 Decode = Callable[[jax.Array, Cache, jax.Array, jax.Array], tuple[jax.Array, Cache]]
 """(tokens_B, cache, place, begins_B) → (hidden_BD, cache): a pass over one more token of each row.

@@ -39,7 +39,7 @@ NUM_BINS = 256
 """By a float32's exponent as it is stored: bin 127 + e counts magnitudes in [2^e, 2^(e+1)), the first
 one zeros, the last one what is not finite."""
 EXPONENT_KINDS = 2
-"""Of values in a module's probe: what it gives, and the gradients of that."""
+"""Kinds of values in a module's probe: its output, and the gradients of that."""
 
 
 class Probe(nnx.Variable):

@@ -9,7 +9,7 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
 
 Path = tuple[str, ...]
-"""Of a parameter: names of modules, then its own."""
+"""A parameter's path: names of modules, then its own."""
 
 ADAPTER = ("lora_a", "lora_b")
 """Names of LoRA's matrices in their Projection."""

@@ -32,7 +32,8 @@ class PlanReport:
   assumption: str = ""
   """Why there are as many devices, where nothing says how many."""
   rl: RLPlan | None = None
-  """Of reinforcement learning, whose completions are the plan's samples; nothing loads them."""
+  """The plan of reinforcement learning, whose completions are the plan's samples; nothing loads
+  them."""
 
   def as_dict(self) -> dict[str, Any]:
     """Returns plain values for --json: numbers are numbers, fractions text."""

@@ -130,7 +130,7 @@ class EvalMicrobatches(NamedTuple):
 
   microbatches: int
   rows: int
-  """Of each, in one group of devices."""
+  """Rows of each, in one group of devices."""
 
   @property
   def capacity(self) -> int:

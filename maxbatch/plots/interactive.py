@@ -17,7 +17,7 @@ if TYPE_CHECKING:
   from bokeh.models import GlyphRenderer, Model
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-"""Of Okabe and Ito (2008), which people with any color vision tell apart."""
+"""Colors of Okabe and Ito (2008), which people with any color vision can tell apart."""
 DASHES = ("solid", "dashed", "dashdot", "dotted")
 """As many as have no factor in common with the number of colors: pairs repeat after 28 lines."""
 SYMBOLS = ("circle", "square", "diamond", "inverted_triangle", "triangle", "plus", "x")
@@ -29,14 +29,14 @@ _FAINT, _BAND = 0.45, 0.2
 _LEGEND_COLUMNS = 4
 """As many as a phone has room for, of short names."""
 _WIDTH_PIXELS = 660
-"""Of a panel in a window that is not wide."""
+"""Width of a panel in a window that is not wide."""
 _SYMBOL_PIXELS, _LETTER_PIXELS, _LETTER = 36, 7.5, 0.6
 """In a legend; and how wide a letter is, of its height."""
 _LEGEND_ROW_PIXELS = 23
 _NARROWEST_PIXELS = 3
-"""Of a bar with a line around it."""
+"""Width of the narrowest bar with a line around it."""
 _SMALLEST_PIXELS, _LARGEST_PIXELS = 6, 10
-"""Of words in bars."""
+"""Sizes of words in bars."""
 
 # The little that bokeh asks its users to write themselves: another column along x, for all lines.
 _SWITCH = """

@@ -21,7 +21,7 @@ class Format:
   carrier: str
   """The numpy dtype of arrays that hold its values: its own, or a wider one where it is emulated."""
   bytes: int
-  """Of one element of such an array."""
+  """Bytes of one element of such an array."""
 
   @property
   def is_emulated(self) -> bool:

@@ -23,9 +23,9 @@ class Policy:
   parameters: Format = FLOAT32
   """In which weights are stored and updated."""
   compute: Format = FLOAT32
-  """Of weights in use, activations, and the gradients that flow back through them."""
+  """Format of weights in use, activations, and the gradients that flow back through them."""
   output: Format = FLOAT32
-  """Of logits."""
+  """Format of logits."""
   gradients: Format = FLOAT32
   """To which a microbatch's gradients are rounded before they are summed."""
   reduction: Format = FLOAT32

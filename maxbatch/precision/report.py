@@ -32,7 +32,7 @@ class Exponents:
 
   kind: str
   name: str
-  """Of the parameter, or of the module that gives the activation."""
+  """Name of the parameter, or of the module whose output the activation is."""
   layer: int | None
   """None: it is there once."""
   counts: np.ndarray

@@ -166,7 +166,7 @@ class Sizes(NamedTuple):
   tokens_B: jax.Array
   completions: jax.Array
   weight: jax.Array
-  """Of the loss, by its type."""
+  """Weight of the loss, by its type."""
 
 
 def sizes(rows: Rows, objective: Objective) -> Sizes:
@@ -216,7 +216,7 @@ MODEL_METRICS = (
   "rl/log_prob_gap",
   LARGEST_GAP,
 )
-"""Of the names, those for which the model was run."""
+"""Names of metrics for which the model was run."""
 METRICS = (*MODEL_METRICS[:-1], "rl/completion_length")
 """The names of `quotients`."""
 

@@ -28,7 +28,7 @@ class LogProbs(NamedTuple):
   targets_BT: jax.Array
   """Its log-probability."""
   entropy_BT: jax.Array
-  """Of the distribution it is of, in nats; without a gradient."""
+  """Entropy of the distribution, in nats; without a gradient."""
 
 
 class RowLogProbs(NamedTuple):

@@ -36,7 +36,7 @@ class PolicyLoss:
 
   objective: Objective
   allowed: bytes
-  """Of a token each: 1 where it may be sampled."""
+  """1 for each token that may be sampled."""
   temperature: float
   has_proximal: bool = False
   """Whether completions have the log-probabilities of before the first step on their batch."""

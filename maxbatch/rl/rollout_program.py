@@ -62,7 +62,7 @@ class RolloutTime:
   how: str
   """estimate or measured."""
   prefill: float | None = None
-  """Of these, for the prompts; None: not told apart."""
+  """Seconds of these for the prompts; None: not measured separately."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RolloutProgram:
   write: jax.stages.Compiled
   """Goes on token by token, until all completions have ended."""
   memory: ProgramMemory
-  """Of the one that needs more."""
+  """Memory of the program that needs more."""
   kept_bytes: int
   """Keys, values and texts on one device, between the programs."""
   texts: tuple[str, str]
@@ -210,11 +210,11 @@ class RolloutReport:
 
   plan: RLPlan
   sampling: ProgramMemory
-  """Of the sampler's program that needs more."""
+  """Memory of the sampler's program that needs more."""
   policy: int
   """The parameters where they sample."""
   snapshots: int
-  """Of the parameters, on a device that samples."""
+  """Snapshots of the parameters on a device that samples."""
   snapshots_in_training: int
   """The same on a device that trains."""
   kept: int

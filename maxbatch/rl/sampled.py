@@ -25,7 +25,7 @@ from maxbatch.sampling.text import choice_of, text_after, vocabulary_of
 
 Part = Literal["rollout", "evaluation"]
 _TAGS: dict[Part, int] = {"rollout": 2, "evaluation": 3}
-"""Of the random keys, made from the seed of the weights; dropout has 1."""
+"""Tags of the random keys, made from the seed of the weights; dropout has 1."""
 
 
 class Sampled(NamedTuple):

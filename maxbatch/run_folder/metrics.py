@@ -20,7 +20,7 @@ class MetricsLog:
   """Appends records to the files of a run's folder; a context manager."""
 
   last_step: int | None = None
-  """Of the records that were there before; None: there were none."""
+  """Last step of the earlier records; None: there were none."""
 
   def __init__(
     self,

@@ -15,7 +15,7 @@ from pathlib import Path
 from maxbatch.run_folder.paths import RunFolder
 
 _SHARE = 1 / 50
-"""Of the time, at most, in which a report is being written; besides the last one."""
+"""Largest share of the time in which a report is being written, besides the last one."""
 _PATIENCE_SECONDS = 120.0
 _NICENESS = 10
 

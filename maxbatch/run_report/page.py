@@ -27,7 +27,7 @@ from maxbatch.run_report import facts
 from maxbatch.run_report.curves import MOST_POINTS, training_chart
 
 _MOST_CELLS = 1500
-"""Of a timetable that is drawn in a page."""
+"""Most cells of a timetable that is drawn in a page."""
 _NUM_LARGEST = 12
 _WRONG_BY = 1.25
 """An estimate further off is called wrong."""

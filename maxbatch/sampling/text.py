@@ -18,7 +18,8 @@ from maxbatch.sampling.choice import Choice, Vocabulary
 from maxbatch.sampling.sampler import Prompts
 
 _MULTIPLE = 16
-"""Of which the places of prompts are one: prompts of similar lengths share a compiled program."""
+"""The places of prompts are multiples of this: prompts of similar lengths share a compiled
+program."""
 _INCOMPLETE = "\ufffd"
 
 

@@ -47,7 +47,7 @@ _KEPT = 8
 critical_batch does, builds, traces and compiles what those runs share only once."""
 
 _FAST_MULTIPLE = 128
-"""Of the vocabulary's size: lanes of a TPU's vector unit, columns of its matrix unit."""
+"""Multiples for the vocabulary's size: lanes of a TPU's vector unit, columns of its matrix unit."""
 
 
 def build_trainer(

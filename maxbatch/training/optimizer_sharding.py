@@ -17,9 +17,9 @@ from maxbatch.hardware.sharding import LogicalAxes, sharding
 Path = tuple[str, ...]
 
 _LARGEST_SHARE = 0.01
-"""Of the bytes of its parameter that a leaf may have and still be whole on every device."""
+"""Share of its parameter's bytes that a leaf may have and still be whole on every device."""
 _ALWAYS_ALLOWED_BYTES = 2**16
-"""Of counters, coefficients and small models."""
+"""Bytes of counters, coefficients and small models."""
 
 
 def parameter_of(path: Sequence[Any], parameters: Collection[Path]) -> Path | None:

@@ -45,7 +45,7 @@ from maxbatch.training.tick import PipelineStage
 
 _REPLICATED, _OVER_STAGE = PartitionSpec(), PartitionSpec("stage")
 _TIMETABLE_SPECS = TimetableArrays(_REPLICATED, PartitionSpec(None, "stage"), _REPLICATED)  # pyright: ignore
-"""Of arrays [ticks, stages] every stage has its own column."""
+"""Specs of arrays [ticks, stages], of which every stage has its own column."""
 _OVER_DATA, _PARAMETER_SPECS = PartitionSpec(None, "data"), (_OVER_STAGE, _REPLICATED)
 _MANUAL_AXES = {"data", "stage"}
 

@@ -53,7 +53,7 @@ class TrainState(NamedTuple):
   """Those that train."""
   opt_state: optax.MultiStepsState
   sums: StepSums | None
-  """Of the dispatches of a streamed step so far; None where steps are fused."""
+  """Sums over the dispatches of a streamed step so far; None where steps are fused."""
   frozen: Parameters
   """Those that stay as they are (Model.frozen), of which there is nothing else."""
   loss_scale: LossScale | None = None

@@ -75,7 +75,7 @@ class NoiseSums(NamedTuple):
   of_rows: Parameters
   """float32[L or none]: for each probe, Σ ‖gradient of a row's summed loss‖² over the rows."""
   squares: Squares | None = None
-  """Of microbatches and replicas; None where they are not measured."""
+  """Squares by microbatch and replica; None where they are not measured."""
 
 
 class StepMetrics(NamedTuple):
@@ -130,13 +130,13 @@ class Trainer:
   keeps_frozen: bool = True
   """Whether checkpoints hold the frozen parameters, which can be had nowhere else."""
   loss: Loss = TEXT
-  """Of what a step is fed."""
+  """The loss of a step's batch."""
   num_saved_policies: int = 0
   """Parameters of earlier steps that checkpoints hold as well."""
   loss_scaling: LossScaling | None = None
   """None: the loss is not scaled."""
   compiler_flags: CompilerFlags = NO_FLAGS
-  """Of steps and evaluations."""
+  """Compiler flags of steps and evaluations."""
   optimizer_on_host: bool = False
   """Whether the optimizer's state is in the memory of the devices' hosts between updates."""
 

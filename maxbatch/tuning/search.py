@@ -47,7 +47,7 @@ class ProbeResult:
   utilisation: float | None = None
   """Share of the devices' peak FLOP/s that the model's FLOPs come to; None: not known."""
   other_seconds: float = 0.0
-  """Of a pipeline's step, what is no forward or backward of layers, as far as known."""
+  """Seconds of a pipeline's step that are no forward or backward of layers, as far as known."""
 
   def step_seconds(self, num_microbatches: int) -> float | None:
     """Returns the time of a step of so many microbatches."""

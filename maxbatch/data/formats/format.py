@@ -13,7 +13,8 @@ from maxbatch.data.sources import SourceFile
 from maxbatch.errors import UserError
 
 MAX_RECORD_BYTES = 64 * 2**20
-"""Of one record; a longer one is refused, so that memory has a bound. Files of text may be longer."""
+"""Bytes of one record; a longer one is refused, so that memory has a bound. Files of text may be
+longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +51,15 @@ class RecordFormat:
   suffix: str
   """A regular expression that names of such files match somewhere, in lower case."""
   size: Callable[[str, SourceFile], int]
-  """Of (key, file): how long it is, in units that `read` divides it by."""
+  """From (key, file) to its length, in the units by which `read` divides it."""
   read: Read
   can_be_divided: Callable[[SourceFile], bool]
   """Whether a part can be read without all that stands before it."""
   next_cut: Callable[[str, SourceFile, int], int] = lambda key, file, place: place
-  """Of (key, file, place): the first place from there on before which nothing has to be read."""
+  """From (key, file, place) to the first place from there on before which nothing has to be
+  read."""
   named: Callable[[str, SourceFile, int], str] = lambda key, file, place: f"record {place}"
-  """Of (key, file, place): how a person finds that record; from 0, as libraries count."""
+  """From (key, file, place) to how a person finds that record; from 0, as libraries count."""
 
 
 def damaged(key: str, file: SourceFile, kind: str, reason: object) -> UserError:
