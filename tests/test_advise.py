@@ -262,7 +262,7 @@ def test_a_run_that_measured_nothing_is_refused(capsys, folder):
 
 
 def test_mistakes_are_refused_with_what_works(capsys, folder):
-  assert "give total_tokens" in refusal(capsys, "config=base")
+  assert "set total_tokens" in refusal(capsys, "config=base")
   assert "nearest: compile_topology=v5e-256" in refusal(capsys, *LLAMA, "compile_topology=v5e-200")
   assert "data_overhead" in refusal(capsys, *LLAMA, "data_overhead=0")
   large = refusal(capsys, *LLAMA, "compile_topology=v5e-4")
@@ -310,7 +310,7 @@ def test_what_the_advice_does_not_speak_of_is_refused(capsys):
     "batch_schedule=[[0,8]]": "the ramp is what the advice chooses",
     "steps=100": "leave it out, or steps=-1",
     "pipeline_schedule=1f1b": "for example pipeline_schedule=none",
-    "lora_rank=8": "say nothing of adapters",
+    "lora_rank=8": "do not cover adapters",
     "num_devices=8": "leave out num_devices=8",
     "compile_topology=v5p-17920": "power of 2",
     "--json --explain": "--json includes every rule",

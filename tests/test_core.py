@@ -102,8 +102,7 @@ def assert_close(one: Any, other: Any, tolerance: float = 1e-6) -> None:
 SPLITS = [({}, 1), ({}, 4), ({"data": 8}, 3), ({"data": 2, "fsdp": 4}, 2), ({"fsdp": 8}, 6)]
 
 
-@pytest.mark.parametrize(("axes", "k"), SPLITS)
-def test_any_split_has_the_gradient_and_statistics_of_the_whole_batch(axes, k):
+def assert_split_is_whole(axes: dict[str, int], k: int) -> None:
   devices = mesh(**axes) if axes else None
   function = jax.jit(accumulate(loss, devices))
   rows = in_microbatches(batch(), k, 8 if k > 1 else 1)
@@ -118,6 +117,17 @@ def test_any_split_has_the_gradient_and_statistics_of_the_whole_batch(axes, k):
   assert sums.stats["rows"].total.dtype == np.int32
   for name in ("error", "hidden", "largest"):
     np.testing.assert_allclose(sums.stats[name].value(), stats[name].value(), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("axes", "k"), SPLITS)
+def test_any_split_has_the_gradient_and_statistics_of_the_whole_batch(axes, k):
+  assert_split_is_whole(axes, k)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(("axes", "k"), [({"data": 2, "fsdp": 4}, 2), ({}, 4)])
+def test_programs_as_a_run_compiles_them_have_it_too(axes, k):
+  assert_split_is_whole(axes, k)
 
 
 def test_terms_of_one_denominator_run_the_loss_once_for_each_microbatch():

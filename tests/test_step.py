@@ -84,6 +84,15 @@ def lowered_step(parts: Trainer) -> jax.stages.Lowered:
   return fused_program(parts, 8).lower(*arguments)
 
 
+@pytest.mark.usefixtures("optimized")
+def test_streamed_equals_fused_in_programs_as_a_run_compiles_them():
+  keys: dict[str, object] = {"opt_type": "sgd", "dropout_rate": 0.0}
+  axes, steps = (2, 2, 1), [(uneven_rows(ROWS, T), 4)]
+  one, _ = fused(trainer(axes, **keys), steps)
+  other, _ = streamed(trainer(axes, 4, **keys), steps)
+  assert max(relative_errors(other.params, one.params).values()) < 1e-6
+
+
 @pytest.mark.parametrize(("axes", "k"), [((1, 1, 1), 1), ((2, 2, 2), 4)])
 def test_streamed_equals_fused(axes, k):
   # SGD: Adam's first steps are the signs of the gradient, which turn rounding into differences.
