@@ -488,10 +488,15 @@ def test_compiling_takes_the_place_of_the_estimate(capsys, folder, monkeypatch):
     # The keys are those of a configuration that works.
     config = load_config(command[3:])
     assert config.run.total_tokens % (768 * 4096) == 0
-    report = RunFolder.of(config.run).compile_report_json
+    report = RunFolder.of(config.run).exploration
     report.parent.mkdir(parents=True)
-    time = {"step_seconds": 5.0, "model_flop_utilisation": 0.5}
-    report.write_text(json.dumps([{"per_device_batch_size": "3", "time": time}]))
+    # The fastest size of all is one of another batch.
+    fitting = [
+      {"micro_batch_size": size, "global_batch_to_train": batch, "utilisation": 0.5}
+      | {"step_seconds": 5.0}
+      for size, batch in (("4", 1024), ("3", 768))
+    ]
+    report.write_text(json.dumps({"fitting": fitting}))
     return subprocess.CompletedProcess(command, 0)
 
   monkeypatch.setattr(subprocess, "run", compiles)

@@ -24,7 +24,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
 from maxbatch.training.optimizer import OPTIMIZERS
 from maxbatch.tuning import microbatch_size
-from maxbatch.tuning.candidates import Candidate, candidates
+from maxbatch.tuning.candidates import Candidate, candidates, sizes_of
 from maxbatch.tuning.microbatch_size import choose, explore_sizes, what_it_depends_on
 from maxbatch.tuning.search import ProbeResult
 
@@ -272,6 +272,38 @@ def test_explore_tries_all_in_range_and_recommends_the_best():
     "exploration progress: 100%, confidence: "
   )
   assert str(found) in lines[-1]
+
+
+def test_explore_tries_sizes_that_do_not_divide_the_batch_and_names_the_nearest_that_they_do():
+  # 8 samples on 8 devices: 1 is all that divides them.
+  machine, lines = Machine(lambda n: 1 + float(n)), []
+  settings = exploring(batch_size=8)
+  result, found = explore_sizes(settings, place(), machine, say=lines.append)
+  assert sorted(machine.asked) == [1 << n for n in range(8)]  # To 2,048 tokens.
+  assert (result.batch.micro_batch_size, result.batch.batch_size) == (8, 64)
+  assert [one.candidate.suggested_batches() for one in found.ranked[:2]] == [(64, 128), (32, 64)]
+  assert lines[-1].endswith(
+    "micro_batch_size=8 does not divide the batch that is given; the nearest that it does is "
+    "batch_size=64. For the one given, 8, the fastest is 1."
+  )
+
+
+@pytest.mark.parametrize(
+  ("keys", "batches"),
+  [
+    ({"batch_size": 96}, {1: 96, 2: 96, 3: 96, 4: 96, 6: 96, 8: 128, 12: 96, 16: 128, 32: 256}),
+    ({"batch_size": -1, "tokens_per_step": 96 * 16}, {1: 96, 2: 96, 8: 128, 16: 128, 32: 256}),
+    # A schedule has no batch near it.
+    ({"batch_size": -1, "batch_schedule": "[[0, 48]]"}, {1: 48, 2: 48, 3: 48, 6: 48}),
+  ],
+)
+def test_the_batch_of_each_size_that_is_explored_has_a_plan(keys, batches):
+  settings = exploring(**keys)
+  sizes = {int(one.per_device): one for one in sizes_of(settings, place().layout)}
+  for size, batch in batches.items():
+    assert sizes[size].batch == batch
+    made = sizes[size].applied_to(settings)
+    assert plan_batches(made.batch, made.run, place().layout).global_batch_to_train == batch
 
 
 @pytest.mark.parametrize("compile_only", [True, False])

@@ -1,5 +1,6 @@
 """The modes of the training command: what is done before a run or instead of one, and what is refused."""
 
+import datetime
 import json
 import pathlib
 import re
@@ -154,19 +155,20 @@ def without_places(program: str) -> str:
 
 
 def test_explore_ranks_every_size_and_reports_the_best(tmp_path, capsys):
-  given = command(tmp_path, compile_only="true", micro_batch_size="explore")
+  given = command(tmp_path, compile_only="true", micro_batch_size="{explore: {max: 8}}")
   assert main(given) == 0
   folder = tmp_path / "run"
   assert sorted(path.name for path in folder.iterdir()) == [
     "compile_report.json",
     "compile_report.txt",
     "exploration.json",
+    "exploration.log",
   ]
   result = json.loads((folder / "exploration.json").read_text())
   assert result["recommended"] == "2"
   ranked = [one["micro_batch_size"] for one in result["fitting"]]
   assert ranked[0] == "2"
-  assert sorted(ranked) == ["1", "2", "4"]
+  assert sorted(ranked) == ["1", "2", "4", "8"]
   (report,) = json.loads((folder / "compile_report.json").read_text())
   assert report["per_device_batch_size"] == "2"
   out = capsys.readouterr().out
@@ -175,6 +177,13 @@ def test_explore_ranks_every_size_and_reports_the_best(tmp_path, capsys):
     r"exploration progress: 100%",
     out,
   )
+  log = (folder / "exploration.log").read_text().splitlines()
+  interim = [line for line in log if "Current recommended micro_batch_size" in line]
+  assert len(interim) == len(ranked)
+  for line in interim:
+    time, said = line.split(" INFO: ")
+    assert datetime.datetime.fromisoformat(time).tzinfo is not None
+    assert f"INFO: {said}" in out
 
 
 # --- what is refused ------------------------------------------------------------------------------

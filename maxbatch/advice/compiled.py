@@ -54,17 +54,16 @@ def compile_sizes(file: str, advice: Advice) -> Compiled:
       "stands as it was estimated"
     )
   run = RunFolder.of(load_config([f"config={file}"]).run)
-  return _read(run.compile_report_json)
+  return _read(run.exploration, samples)
 
 
-def _read(path: Path) -> Compiled:
-  [report] = json.loads(path.read_text(encoding="utf-8"))
-  if "time" not in report:
-    raise UserError(f"{path}: the compiled step has no estimate of its time")
-  time = report["time"]
-  return Compiled(
-    report["per_device_batch_size"], time["step_seconds"], time["model_flop_utilisation"]
-  )
+def _read(path: Path, samples: int) -> Compiled:
+  """Returns the fastest size that divides a batch of so many samples."""
+  fitting = json.loads(path.read_text(encoding="utf-8"))["fitting"]
+  for one in fitting:
+    if one["global_batch_to_train"] == samples and "step_seconds" in one:
+      return Compiled(one["micro_batch_size"], one["step_seconds"], one["utilisation"])
+  raise UserError(f"{path}: no microbatch of {samples:,} samples has an estimate of its time")
 
 
 def compiled_summary(compiled: Compiled, advice: Advice) -> str:

@@ -1,9 +1,12 @@
 """What is done instead of a run: checks (validate.py), or compilation with its reports."""
 
 import dataclasses
+import datetime
+import functools
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from maxbatch.command_line.screen import for_screen
 from maxbatch.compile import cache
@@ -83,8 +86,9 @@ def input_function(config: Config, plan: BatchPlan, num_hosts: int) -> InputRepo
 def _explore(config: Config, target: Target, method: Method) -> None:
   """Ranks every size, with the report of the one recommended."""
   config, prober, sizes_of = method.explored(config, target)
-  chosen, ranking = explore_sizes(config, target, prober, find=sizes_of)
   folder = RunFolder.of(config.run)
+  say = functools.partial(_say_and_log, folder.exploration_log)
+  chosen, ranking = explore_sizes(config, target, prober, find=sizes_of, say=say)
   print()
   report = prober.reports[ranking.ranked[0].candidate]
   _show([report], folder)
@@ -99,6 +103,18 @@ def _check_estimated(reports: Sequence[CompileReport]) -> None:
   text of a step is not understood well enough for an estimate of its time."""
   if missing := next((each.not_estimated for each in reports if each.not_estimated), ""):
     raise UserError(missing)
+
+
+def _say_and_log(log: Path, line: str) -> None:
+  """Prints a line, and adds it to a log with the time: an exploration may take hours."""
+  print(line, flush=True)
+  now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+  try:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+      file.write(f"{now} {line}\n")
+  except OSError as error:
+    raise UserError(f"{log} cannot be written: {error.strerror or error}") from None
 
 
 def _show(reports: Sequence[CompileReport], folder: RunFolder) -> None:

@@ -81,6 +81,7 @@ class RunFolder:
   profile_json = Inside("profile.json")
   """What the trace says: the longest operations, and the time of each part of the model."""
   exploration = Inside("exploration.json")
+  exploration_log = Inside("exploration.log")
   """Every size that was tried, ranked, as JSON."""
   text_before_training = Inside("text_before_training.txt")
   """What the model wrote before its first step."""

@@ -1,9 +1,10 @@
 """The microbatch sizes a run may choose from: those for which its whole plan works.
 
-With the batch given they are the divisors of its samples per group of devices. Without any size
-given, auto divides the batch that the run would have without it: to ask for a faster microbatch does
-not change the training. With explore, or with only the number of microbatches given, the sizes are
-powers of two of samples per group, and the batch follows from the one that is chosen.
+With the batch given auto chooses from the divisors of its samples per group of devices. Without any
+size given, it divides the batch that the run would have without it: to ask for a faster microbatch does
+not change the training. explore tries powers of two besides, each with the batch nearest to the one that
+is given: which size is fast does not depend on that. Without a batch, or with only the number of
+microbatches given, the sizes are powers of two of samples per group, and the batch follows.
 """
 
 import dataclasses
@@ -27,6 +28,10 @@ from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import pipeline_of
 
+_BEYOND_SHARE = 4
+_LEAST_TOKENS = 2048
+"""Without a range, explore tries sizes up to so many times what the batch is on each device, or so many
+tokens of a device."""
 _MOST_TOKENS = 1 << 17
 """Tokens of one microbatch on one device beyond which no size is looked for when the batch is open."""
 
@@ -44,6 +49,8 @@ class Candidate:
   batch: int
   """Samples of one step."""
   max_target_length: int
+  batch_is_near: bool = False
+  """Whether the batch is not the one that was given, which this size does not divide."""
   remat_policy: str | None = None
   """Where the policy is explored too: the one that this candidate takes."""
   compiler_flags: str | None = None
@@ -75,7 +82,10 @@ class Candidate:
 
   def applied_to(self, config: Config) -> Config:
     """Returns the configuration with this choice made."""
-    config = dataclasses.replace(config, batch=with_size(config.batch, self.size))
+    batch = with_size(config.batch, self.size)
+    if self.batch_is_near:
+      batch = _with_batch(batch, self.batch)
+    config = dataclasses.replace(config, batch=batch)
     model, keys = config.model, config.compile
     if self.remat_policy:
       model = with_policy(model, self.remat_policy)
@@ -124,6 +134,13 @@ def with_size(batch: BatchConfig, per_device: Fraction) -> BatchConfig:
   return dataclasses.replace(batch, micro_batch_size=per_device)
 
 
+def _with_batch(batch: BatchConfig, samples: int) -> BatchConfig:
+  """Returns the configuration with this batch, whichever key gave it."""
+  return dataclasses.replace(
+    batch, batch_size=samples, global_batch_to_train=-1, tokens_per_step=-1
+  )
+
+
 def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[Candidate, ...]:
   """Returns all sizes that the plan allows, ascending.
 
@@ -136,7 +153,13 @@ def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[
   """
   given = given_sizes(batch)
   _check_open(batch, given)
-  sizes = _divisors(given, topology) if given.batch else _powers_of_two(batch, topology)
+  if not given.batch:
+    sizes = _powers_of_two(batch, topology, Fraction(_MOST_TOKENS, batch.max_target_length))
+  else:
+    sizes = _divisors(given, topology)
+    if isinstance(batch.micro_batch_size, Explore):
+      most = max(_BEYOND_SHARE * sizes[-1], Fraction(_LEAST_TOKENS, batch.max_target_length))
+      sizes = sorted({*sizes, *_powers_of_two(batch, topology, most)})
   allowed = _with_a_plan(batch, run, topology, sizes)
   return in_range(batch, allowed)
 
@@ -215,11 +238,11 @@ def _divisors(given: GivenSizes, topology: Topology) -> list[Fraction]:
   return [per_device_size(each, topology) for each in divisors(rows)]
 
 
-def _powers_of_two(batch: BatchConfig, topology: Topology) -> list[Fraction]:
-  """Returns per-device sizes of 1, 2, 4, … samples per group, at most _MOST_TOKENS, at least two."""
+def _powers_of_two(batch: BatchConfig, topology: Topology, most: Fraction) -> list[Fraction]:
+  """Returns per-device sizes of 1, 2, 4, … samples per group, at most explore's max or `most`, at least two."""
   sizes = [per_device_size(1, topology), per_device_size(2, topology)]
   top = batch.micro_batch_size.max if isinstance(batch.micro_batch_size, Explore) else -1
-  most = Fraction(_MOST_TOKENS, batch.max_target_length) if top == -1 else top
+  most = most if top == -1 else Fraction(top)
   while sizes[-1] * 2 <= most:
     sizes.append(sizes[-1] * 2)
   return sizes
@@ -234,9 +257,15 @@ def _with_a_plan(
     UserError: none of them; says what is wrong with the smallest.
   """
   result, problem = [], None
+  given = given_sizes(batch)
+  wanted = solve(given, topology).batch if given.batch else None
   for size in sizes:
+    micro_batch = int(size * topology.num_devices)
+    nearest = max(1, round(Fraction(wanted or 0, micro_batch))) * micro_batch
+    is_near = wanted is not None and nearest != wanted
+    sized = with_size(batch, size)
     try:
-      plan = plan_batches(with_size(batch, size), run, topology)
+      plan = plan_batches(_with_batch(sized, nearest) if is_near else sized, run, topology)
     except UserError as error:
       problem = problem or error
       continue
@@ -247,6 +276,7 @@ def _with_a_plan(
         micro_batch=plan.micro_batch_to_train,
         batch=plan.global_batch_to_train,
         max_target_length=plan.max_target_length,
+        batch_is_near=is_near,
       )
     )
   if result or problem is None:

@@ -107,6 +107,18 @@ class Exploration:
       "candidates are explored, times the share of work",
       "that the best one's time accounts for, times the chance that it is faster than the second, "
       "given their spread.",
+      *self._batch_note(),
+    ]
+
+  def _batch_note(self) -> list[str]:
+    """Returns which batch the recommended size needs, where it does not divide the one that is given."""
+    if self.best is None or not self.best.candidate.batch_is_near:
+      return []
+    exact = next((one for one in self.ranked if not one.candidate.batch_is_near), None)
+    given = f", {exact.candidate.batch:,}, the fastest is {exact.size}" if exact else " none fits"
+    return [
+      f"micro_batch_size={self.best.size} does not divide the batch that is given; the nearest that it "
+      f"does is batch_size={self.best.candidate.batch}. For the one given{given}."
     ]
 
 

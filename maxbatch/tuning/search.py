@@ -135,6 +135,7 @@ class Tried:
     return {
       "micro_batch_size": self.size,
       "gradient_accumulation_steps": candidate.num_microbatches,
+      "global_batch_to_train": candidate.batch,
       "peak_bytes": probe.peak_bytes,
       "capacity_bytes": probe.capacity_bytes,
       "fits": probe.fits,

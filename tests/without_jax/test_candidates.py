@@ -69,7 +69,8 @@ def test_devices_that_share_a_sample_take_fractions_of_it():
   fractions = [Fraction(1, 4), Fraction(1, 2), Fraction(1)]
   assert sizes(devices(2, tensor=4), batch_size=8) == fractions
   # explore's bounds are whole, so that its smallest bound, 1, is open below.
-  assert sizes(devices(2, tensor=4), batch_size=8, micro_batch_size="explore") == fractions
+  explored = sizes(devices(2, tensor=4), batch_size=8, micro_batch_size="explore")
+  assert explored[:4] == [*fractions, 2]
   assert sizes(devices(2, tensor=4))[:4] == [*fractions, 2]
 
 
@@ -83,7 +84,9 @@ def test_an_open_batch_follows_from_powers_of_two():
 
 def test_explore_keeps_to_its_range():
   ranges = {"{explore: {min: 2, max: 6}}": [2, 3, 4, 6], "{explore: {max: 2}}": [1, 2]}
-  ranges |= {"{explore: {min: 4}}": [4, 6, 12], "explore": [1, 2, 3, 4, 6, 12]}
+  # Powers of two beside the divisors, up to 4 times the batch's 12 samples per device.
+  ranges |= {"{explore: {min: 4}}": [4, 6, 8, 12, 16, 32]}
+  ranges |= {"explore": [1, 2, 3, 4, 6, 8, 12, 16, 32]}
   for value, expected in ranges.items():
     assert sizes(devices(8), batch_size=96, micro_batch_size=value) == expected
   # Without a batch, powers of two, beyond the cap too where a maximum asks for them.
@@ -159,10 +162,10 @@ MESSAGES = {
     "be a multiple of the 8 data-parallel groups (data 8 × fsdp 1); nearest: batch_size=96 (on "
     "the other side: batch_size=104)"
   ),
-  ("batch_size=96", "micro_batch_size={explore: {min: 13, max: 20}}"): (
-    "micro_batch_size={explore: {min: 13, max: 20}}: none of the 6 sizes that the plan allows lies "
-    "in this range; allowed: 1, 2, 3, 4, 6, 12 samples per device; for example "
-    "micro_batch_size={explore: {min: 1, max: 12}}"
+  ("batch_size=96", "micro_batch_size={explore: {min: 17, max: 20}}"): (
+    "micro_batch_size={explore: {min: 17, max: 20}}: none of the 8 sizes that the plan allows lies "
+    "in this range; allowed: 1, 2, 3, 4, 6, 8, 12, 16 samples per device; for example "
+    "micro_batch_size={explore: {min: 1, max: 16}}"
   ),
   ("batch_size=96", "steps=-1", "total_samples=961"): (
     "micro_batch_size=auto: no size makes a plan; the smallest, micro_batch_size=1: "

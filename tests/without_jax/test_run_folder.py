@@ -25,6 +25,7 @@ CONTRACT = {
   "precision_report_text": "precision_report.txt",
   "precision_report_json": "precision_report.json",
   "exploration": "exploration.json",
+  "exploration_log": "exploration.log",
   "profile": "profile",
   "profile_json": "profile.json",
   "text_before_training": "text_before_training.txt",
