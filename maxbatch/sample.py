@@ -78,18 +78,19 @@ class SampleArguments:
   temperature: Annotated[
     float,
     _AsRun,
-    Key("0: the likeliest token" + _RUN_SAYS.format("temperature"), "temperature=0.8"),
+    Key("0: always the most likely token" + _RUN_SAYS.format("temperature"), "temperature=0.8"),
   ] = -1
   top_k: Annotated[
     int,
     Range(low=0, limit=INT32, also=-1),
-    Key("only so many of the likeliest tokens" + _RUN_SAYS.format("top_k"), "top_k=50"),
+    Key("only from this many of the most likely tokens" + _RUN_SAYS.format("top_k"), "top_k=50"),
   ] = -1
   top_p: Annotated[
     float,
     Range(low=0.001, high=1, also=-1),
     Key(
-      "only the likeliest that have this probability together" + _RUN_SAYS.format("nucleus_p"),
+      "only from the smallest set of most likely tokens with this total probability"
+      + _RUN_SAYS.format("nucleus_p"),
       "top_p=0.95",
     ),
   ] = -1
@@ -97,7 +98,8 @@ class SampleArguments:
     float,
     Range(low=0, high=1, also=-1),
     Key(
-      "only those at least so likely as this times the likeliest" + _RUN_SAYS.format("min_p"),
+      "only from tokens with at least this fraction of the highest probability"
+      + _RUN_SAYS.format("min_p"),
       "min_p=0.05",
     ),
   ] = -1

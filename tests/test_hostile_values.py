@@ -154,7 +154,7 @@ def check_message(message: str) -> None:
 
 def offers(message: str) -> list[list[str]]:
   """The alternatives that a message offers, each one or more arguments."""
-  said = re.split(r"works: |nearest: |for example |on the other side: ", message)[1:]
+  said = re.split(r"works: |nearest: |for example |also: ", message)[1:]
   results = []
   for part in said:
     for alternative in re.split(r" or (?=[a-z_0-9]+=)|, (?=[a-z_0-9]+=)", part):

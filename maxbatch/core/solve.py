@@ -254,13 +254,13 @@ def _from_batch(batch: GivenSize, accumulation: GivenSize | None, topology: Topo
 
 
 def _nearest_of(*options: tuple[GivenSize, Sequence[Fraction]]) -> str:
-  """Returns the nearest value of each key, then the values on the other side."""
+  """Returns the nearest value of each key, then those on the other side of what is given."""
   nearest, others = [], []
   for given, sizes in options:
     ordered = sorted(sizes, key=lambda size: abs(size - given.size))
     nearest += [given.assigned(size) for size in ordered[:1]]
     others += [given.assigned(size) for size in ordered[1:]]
-  other_side = f" (on the other side: {', or '.join(others)})" if others else ""
+  other_side = f" (also: {', or '.join(others)})" if others else ""
   return f"nearest: {', or '.join(nearest)}{other_side}"
 
 

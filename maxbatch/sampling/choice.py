@@ -19,14 +19,14 @@ class Choice:
   """How a token is chosen. What is cut away is cut in the order of the fields, as transformers does."""
 
   temperature: float = 1.0
-  """Divides the logits; 0 takes the likeliest token."""
+  """Divides the logits; 0 takes the most likely token."""
   top_k: int = 0
-  """Only so many of the likeliest tokens; 0: all."""
+  """Only this many of the most likely tokens; 0: all."""
   top_p: float = 1.0
-  """Only the fewest of the likeliest tokens that have this probability together (nucleus sampling,
+  """Only the smallest set of most likely tokens with this total probability (nucleus sampling,
   Holtzman et al. 2020); 1: all."""
   min_p: float = 0.0
-  """Only tokens at least so likely as this times the likeliest one (Nguyen et al. 2024); 0: all."""
+  """Only tokens with at least this fraction of the highest probability (Nguyen et al. 2024); 0: all."""
 
   @property
   def leaves_out(self) -> bool:

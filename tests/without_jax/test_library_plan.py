@@ -204,7 +204,7 @@ REFUSALS: Mapping[str, tuple[dict[str, Any], str]] = {
   "sizes": (
     {"batch_size": 500, "micro_batch_size": 64, "num_devices": 2},
     "batch_size=500 over 2 devices is 250 per device, not a multiple of micro_batch_size=64; "
-    "nearest: batch_size=512, or micro_batch_size=50 (on the other side: batch_size=384, or "
+    "nearest: batch_size=512, or micro_batch_size=50 (also: batch_size=384, or "
     "micro_batch_size=125)",
   ),
   "no whole number": (

@@ -116,22 +116,22 @@ MESSAGES = {
   (2, ("batch_size", 500), ("micro_batch_size", 64)): (
     "batch_size=500 over 2 devices is 250 per device, not a multiple of micro_batch_size=64; "
     "nearest: batch_size=512, or micro_batch_size=50 "
-    "(on the other side: batch_size=384, or micro_batch_size=125)"
+    "(also: batch_size=384, or micro_batch_size=125)"
   ),
   (2, ("tokens_per_step", 2001), ("micro_batch_size", 64)): (
     "tokens_per_step=2001 (500.25 samples) over 2 devices is 250.125 per device, not a multiple "
     "of micro_batch_size=64; nearest: tokens_per_step=2048 "
-    "(on the other side: tokens_per_step=1536)"
+    "(also: tokens_per_step=1536)"
   ),
   (8, ("batch_size", 500)): (
     "batch_size=500 in 1 microbatch (one unless given) is 500 samples per microbatch, which must "
-    "be a multiple of the 8 data-parallel groups (data 8 × fsdp 1); nearest: batch_size=496 (on "
-    "the other side: batch_size=504)"
+    "be a multiple of the 8 data-parallel groups (data 8 × fsdp 1); nearest: batch_size=496 (also: "
+    "batch_size=504)"
   ),
   (8, ("batch_size", 512), ("gradient_accumulation_steps", 3)): (
     "batch_size=512 in 3 microbatches (gradient_accumulation_steps=3) is 512/3 samples per "
     "microbatch, which must be a multiple of the 8 data-parallel groups (data 8 × fsdp 1); "
-    "nearest: batch_size=504, or gradient_accumulation_steps=2 (on the other side: "
+    "nearest: batch_size=504, or gradient_accumulation_steps=2 (also: "
     "batch_size=528, or gradient_accumulation_steps=4)"
   ),
   (2, ("batch_size", 512), ("micro_batch_size", 64), ("gradient_accumulation_steps", 2)): (
@@ -230,7 +230,7 @@ def test_every_value_that_a_message_offers_works(data, tensor, keys):
     return
   offers = re.split(r"nearest: |change one of them: ", refusal)[-1]
   assert offers != refusal
-  for offer in re.split(r", or | or | \(on the other side: ", offers.rstrip(")")):
+  for offer in re.split(r", or | or | \(also: ", offers.rstrip(")")):
     changed = dict(keys)
     for key, value in re.findall(r"(\w+)=(\S+)", offer):
       changed[key] = Fraction(value) if key in _EXACT else int(value)
@@ -286,5 +286,5 @@ def test_a_fixed_batch_is_kept_when_devices_change(count):
 def test_a_batch_that_cannot_be_kept_says_what_can():
   assert message(devices(5), batch_size=64, micro_batch_size=4) == (
     "batch_size=64 over 5 devices is 12.8 per device, not a multiple of micro_batch_size=4; "
-    "nearest: batch_size=60 (on the other side: batch_size=80)"
+    "nearest: batch_size=60 (also: batch_size=80)"
   )
