@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from maxbatch.command_line.streams import EnduringStreams
+from maxbatch.command_line.run import EnduringStreams
 from maxbatch.config.find import did_you_mean
 from maxbatch.errors import EXIT_USER_ERROR
 

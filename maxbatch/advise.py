@@ -19,13 +19,12 @@ from maxbatch.advice.post_training import advise_post_training
 from maxbatch.advice.post_training import report as post_training_report
 from maxbatch.advice.report import explained, report
 from maxbatch.advice.words import short, wrapped
-from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.supervised import is_rl
+from maxbatch.batch.from_config import is_rl, plan_batches
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import check_output, write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
-from maxbatch.config.allowed import (
+from maxbatch.config.declare import (
   CountOrZeroOrUnset,
   DevicesOrNone,
   FileName,
@@ -37,7 +36,7 @@ from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.hardware.counted_devices import count_devices
+from maxbatch.hardware.tpu_slices import count_devices
 from maxbatch.plots.chart import Chart, Line, Panel
 from maxbatch.plots.page import check_picture_file, picture
 

@@ -16,7 +16,7 @@ from maxbatch.checkpoints.find import config_of, find_checkpoint
 from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
-from maxbatch.config.allowed import FileName, NonNegative
+from maxbatch.config.declare import FileName, NonNegative
 from maxbatch.config.load import load_config
 from maxbatch.conversion.beside import model_folder, tokenizer_keys
 from maxbatch.conversion.to_folder import convert_to_folder, convert_to_peft

@@ -16,16 +16,15 @@ from typing import Annotated, Literal
 
 import jax
 
-from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.supervised import check_supervised
+from maxbatch.batch.from_config import check_supervised, plan_batches
 from maxbatch.checkpoints.find import config_of, find_checkpoint
 from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
-from maxbatch.config.allowed import CountOrUnset, FileName, NonNegativeFloat, Range
+from maxbatch.config.declare import CountOrUnset, FileName, NonNegativeFloat, Range
+from maxbatch.config.find import shown
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.config.value import exact_number
-from maxbatch.config.yaml_file import shown
 from maxbatch.core.keys import text
 from maxbatch.errors import UserError
 from maxbatch.experiments.branching import BranchBase, BranchRequest, plan_branches

@@ -9,24 +9,22 @@ from typing import Annotated
 
 import jax
 
-from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.host_loads import host_loads, loading_hosts
-from maxbatch.batch.loads import check_loads
-from maxbatch.batch.supervised import check_supervised
+from maxbatch.batch.from_config import check_supervised, plan_batches
+from maxbatch.batch.host_loads import check_loads, host_loads, loading_hosts
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import check_output, write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.compile import cache
-from maxbatch.config.allowed import DevicesOrUnset, FileName, Hosts, Positive, Range
+from maxbatch.config.declare import DevicesOrUnset, FileName, Hosts, Positive, Range
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import shared_error
-from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.sharding import make_mesh, num_processes
+from maxbatch.hardware.tpu_slices import count_devices
 from maxbatch.input_analysis.analyze import Request, analyze
 from maxbatch.input_analysis.measure import Setting
 from maxbatch.input_analysis.need import Need, estimated, from_metrics, from_report, measured

@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.supervised import check_supervised
+from maxbatch.batch.from_config import check_supervised, plan_batches
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
-from maxbatch.config.allowed import DevicesOrUnset
+from maxbatch.config.declare import DevicesOrUnset
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
-from maxbatch.hardware.counted_devices import count_devices
+from maxbatch.hardware.tpu_slices import count_devices
 from maxbatch.pipeline_parallel.csv_file import from_csv, to_csv
 from maxbatch.pipeline_parallel.drawings import chrome_trace, timetable_chart
 from maxbatch.pipeline_parallel.layout import pipeline_of

@@ -6,23 +6,21 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.host_loads import host_loads
+from maxbatch.batch.from_config import is_rl, plan_batches
+from maxbatch.batch.host_loads import check_loads, host_loads
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan_plot import plan_chart
 from maxbatch.batch.rl_plan import plan_rl
-from maxbatch.batch.supervised import is_rl
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.screen import for_screen
 from maxbatch.command_line.signals import leave
-from maxbatch.config.allowed import DevicesOrUnset, Hosts
+from maxbatch.config.declare import DevicesOrUnset, Hosts
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
-from maxbatch.hardware.counted_devices import CountedDevices, count_devices
+from maxbatch.hardware.tpu_slices import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import check_unused_keys, pipeline_of
 from maxbatch.plots.page import check_picture_file, picture

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from maxbatch.command_line.arguments import Arguments, Command
 from maxbatch.command_line.run import run_command
-from maxbatch.command_line.screen import Color, colored, printable
+from maxbatch.command_line.screen import Color, colored, in_columns, printable
 from maxbatch.command_line.signals import leave
-from maxbatch.command_line.table import in_columns
 from maxbatch.errors import UserError
 from maxbatch.run_folder.history import RunHistory, State, Status, glance_at, runs_below, status_of
 

@@ -16,9 +16,9 @@ from maxbatch.command_line.output_file import check_output, write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.screen import printable
 from maxbatch.compile import cache
-from maxbatch.config.allowed import FLOAT32, INT32, FileName, Positive, Range, Seed
+from maxbatch.config.declare import FLOAT32, INT32, FileName, Positive, Range, Seed
+from maxbatch.config.find import shown
 from maxbatch.config.schema import Config, RunConfig
-from maxbatch.config.yaml_file import shown
 from maxbatch.conversion.beside import origin_of
 from maxbatch.conversion.source import Source, find_source, open_source
 from maxbatch.data.registry import build_tokenizer

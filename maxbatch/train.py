@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-from maxbatch.batch.supervised import check_supervised
+from maxbatch.batch.from_config import check_supervised
 from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
 from maxbatch.config.load import load_config

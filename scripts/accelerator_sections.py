@@ -37,13 +37,12 @@ from maxbatch.errors import UserError
 from maxbatch.estimate.chips import chip_for
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.models import flash
-from maxbatch.models.dot_product import dot_product_attention
+from maxbatch.models.cache import dot_product_attention
 from maxbatch.modes.run import run
 from maxbatch.training import build
 from maxbatch.tuning.candidates import Candidate, candidates
 from maxbatch.tuning.microbatch_size import explore_sizes
-from maxbatch.tuning.prober import Prober
-from maxbatch.tuning.search import choose_largest
+from maxbatch.tuning.search import Prober, choose_largest
 
 EXACT = 1e-6
 """Relative difference of gradients up to which they are the same in float32."""

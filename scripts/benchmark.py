@@ -51,11 +51,10 @@ from maxbatch.hardware.devices import find_devices
 from maxbatch.run_folder.metrics import MetricsLog, read_metrics
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training import build
-from maxbatch.training.job import Evaluation, Job, Outputs
+from maxbatch.training.job import Evaluation, Job, Outputs, Profiler
 from maxbatch.training.loop import train
 from maxbatch.training.loss import loss_sum
-from maxbatch.training.profiling import Profiler
-from maxbatch.training.programs import StepPrograms
+from maxbatch.training.noise_run import StepPrograms
 from maxbatch.training.step import Step
 
 ROWS, LENGTH = 16, 256

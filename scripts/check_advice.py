@@ -47,8 +47,8 @@ from maxbatch.config.schema import Config
 from maxbatch.core.confidence import Interval, ratios_of_means
 from maxbatch.core.noise_scale import TOTAL
 from maxbatch.core.plan import BatchPlan, Position
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
+from maxbatch.data.rows import Dataset
 from maxbatch.errors import UserError
 from maxbatch.experiments.tradeoff import Tradeoff, fit_tradeoff
 from maxbatch.hardware.devices import Target, find_devices
@@ -57,7 +57,7 @@ from maxbatch.plots.chart import Band, Chart, Line, Panel
 from maxbatch.plots.page import picture
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.training import build
-from maxbatch.training.noise_groups import moments_by_group
+from maxbatch.training.noise_run import moments_by_group
 from maxbatch.training.step import StepMetrics, Trainer
 
 MODEL = """base_emb_dim=32 base_num_decoder_layers=2 base_num_query_heads=4 base_num_kv_heads=4

@@ -17,7 +17,7 @@ from maxbatch.hardware.devices import find_devices
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.microbatch_size import explore_sizes
-from maxbatch.tuning.prober import Prober
+from maxbatch.tuning.search import Prober
 
 ROUNDS = 3
 """Times each size is measured, in turn, so that a slow period of the machine affects all of them."""

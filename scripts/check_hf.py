@@ -29,7 +29,7 @@ from maxbatch.conversion.beside import model_folder
 from maxbatch.conversion.reading import load_parameters
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.models.outputs import hidden_of
+from maxbatch.models.layers import hidden_of
 from maxbatch.models.registry import build_model
 
 TEXT = """\

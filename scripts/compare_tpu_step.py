@@ -21,8 +21,7 @@ from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import CHIPS, Chip
-from maxbatch.estimate.costs import program_costs
-from maxbatch.estimate.scopes import OURS, Naming
+from maxbatch.estimate.costs import OURS, Naming, program_costs
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.method import Purpose
 from maxbatch.modes.pretraining import PRETRAINING

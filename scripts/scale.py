@@ -22,16 +22,15 @@ from unittest import mock
 import numpy as np
 
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.batch.host_loads import host_loads, planned_redistribution
+from maxbatch.batch.host_loads import host_loads, load_factor, planned_redistribution
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.loads import load_factor
 from maxbatch.batch.row_plan import StepTable, dispatches
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.mixture import SampleStream
 from maxbatch.hardware import agreement
-from maxbatch.hardware.counted_devices import count_devices
+from maxbatch.hardware.tpu_slices import count_devices
 from maxbatch.plan import make_report
 from maxbatch.run_folder.metrics import MetricsLog
 

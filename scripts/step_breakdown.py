@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from maxbatch.estimate.chips import Chip
-from maxbatch.estimate.costs import Kind, OperationCost
+from maxbatch.estimate.costs import OTHER, SCOPES, Kind, Naming, OperationCost
 from maxbatch.estimate.hlo import Instruction
-from maxbatch.estimate.scopes import OTHER, SCOPES, Naming
 from maxbatch.estimate.step_time import elapsed_by_operation, link_seconds
 
 _TERA, _GIGA = 1e12, 1e9

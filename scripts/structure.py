@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 
-from maxbatch.command_line.table import Table
+from maxbatch.command_line.screen import Table
 
 KEY = "gradient_accumulation_steps"
 ACCUMULATE = ("core.accumulate", "training.accumulate")

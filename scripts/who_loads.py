@@ -33,8 +33,8 @@ from maxbatch.batch.host_loads import loading_hosts
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import Position
-from maxbatch.data.dataset import Arrays, RowSource
 from maxbatch.data.registry import build_dataset
+from maxbatch.data.rows import Arrays, RowSource
 from maxbatch.training import build
 from maxbatch.training.row_check import first_wrong_row
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from support import base
 
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
+from maxbatch.data.rows import Dataset
 from maxbatch.errors import UserError
 
 LENGTH = 4

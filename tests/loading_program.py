@@ -21,10 +21,9 @@ from numbered_rows import NumberedRows
 
 from maxbatch.batch.row_plan import StepRows
 from maxbatch.core.topology import AXIS_NAMES, Topology
-from maxbatch.data.dataset import Arrays
 from maxbatch.data.loader import train_loader
 from maxbatch.data.placement import RowPlacement, WrongRowError
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import Arrays, Rows
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.training.row_check import first_wrong_row
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from maxbatch.data.dataset import Arrays
+from maxbatch.data.rows import Arrays
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from maxbatch.config.registry import library
 from maxbatch.data import object_store, stores
-from maxbatch.data.optional import library
 
 BUCKET = "bucket"
 

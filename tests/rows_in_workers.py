@@ -6,7 +6,7 @@ import signal
 
 import numpy as np
 
-from maxbatch.data.dataset import Arrays
+from maxbatch.data.rows import Arrays
 
 ROWS = 37
 

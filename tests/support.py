@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import Mesh
 
 from maxbatch.batch.from_config import plan_batches
+from maxbatch.config.find import read_argument
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, ModelConfig, fields
 from maxbatch.config.value import convert
-from maxbatch.config.yaml_file import read_argument
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
 from maxbatch.data.rows import Rows

@@ -14,9 +14,9 @@ from vocabularies import END, huggingface
 
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.chat import Chat, Conversation, build_chat
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.formats.format import Bad
 from maxbatch.data.registry import build_dataset, build_tokenizer
+from maxbatch.data.rows import Dataset
 from maxbatch.errors import UserError
 
 CHATML = (

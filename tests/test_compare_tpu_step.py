@@ -10,9 +10,8 @@ import pytest
 
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import CHIPS
-from maxbatch.estimate.costs import kind_of, program_costs
+from maxbatch.estimate.costs import OURS, SCOPES, Naming, kind_of, program_costs
 from maxbatch.estimate.hlo import parse
-from maxbatch.estimate.scopes import OURS, SCOPES, Naming
 from maxbatch.estimate.step_time import estimate
 from scripts.step_breakdown import Breakdown, Part, breakdown, differences, peers
 from tests.peer_program import B, D, F, L, T, V

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from processes import environment
 
 from maxbatch.compile import cache
-from maxbatch.hardware.compilation_cache import bypassed
+from maxbatch.hardware.compiler_flags import bypassed
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 

@@ -17,7 +17,7 @@ from maxbatch.errors import UserError
 from maxbatch.models import registry
 from maxbatch.models.layers import fold, parameter
 from maxbatch.models.registry import Parameters
-from maxbatch.modes.validate import validate
+from maxbatch.modes.compile_only import validate
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.step import Trainer, rows_shardings, step_function
 from maxbatch.tuning import coupling

@@ -29,7 +29,7 @@ from maxbatch.experiments.origin import Checkpoint
 from maxbatch.experiments.running import Experiment, at_checkpoint, branch_config
 from maxbatch.modes import pretraining
 from maxbatch.modes.run import run
-from maxbatch.noise.requirements import check_noise, measures_noise
+from maxbatch.noise.controller import check_noise, measures_noise
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.tuning.search import ProbeResult
 

@@ -13,10 +13,10 @@ from support import base
 from token_caches import starts_of
 
 from maxbatch.data import token_cache, workers
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.formats.tf_records import feature
 from maxbatch.data.registry import build_dataset, check_epochs
+from maxbatch.data.rows import Dataset
 from maxbatch.data.synthetic import SyntheticRows
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenizer import ByteTokenizer

@@ -25,12 +25,12 @@ from token_caches import written_cache
 
 from maxbatch.batch.row_plan import StepRows, StepTable
 from maxbatch.data import reading
-from maxbatch.data.dataset import Arrays
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.loader import ChainedLoader, Loader, eval_loader, train_loader
 from maxbatch.data.mixture import SampleStream
 from maxbatch.data.placement import RowPlacement
 from maxbatch.data.reading import ReadAhead, ReadOrder, StepReader
+from maxbatch.data.rows import Arrays
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.token_shard import TokenShard
 from maxbatch.errors import UserError

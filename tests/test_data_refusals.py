@@ -30,10 +30,10 @@ from vocabularies import tiktoken_file
 
 from maxbatch import train
 from maxbatch.data import token_cache, tokenize, workers
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.formats import format as record_format
 from maxbatch.data.formats import jsonl as jsonl_format
+from maxbatch.data.rows import Dataset
 from maxbatch.data.sources import Document, resolve
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenize import Recipe

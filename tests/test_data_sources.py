@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from support import base
 
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.document_rows import TokenWindows
+from maxbatch.data.file_datasets import split
 from maxbatch.data.formats import text
 from maxbatch.data.registry import build_dataset
+from maxbatch.data.rows import Dataset
 from maxbatch.data.sources import STDLIB_BYTES, Document, part_of, rank, resolve
-from maxbatch.data.split import split
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import UserError
 

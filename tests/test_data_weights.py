@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from record_files import framed
 
-from maxbatch.data.dataset import Dataset
+from maxbatch.config.registry import library
 from maxbatch.data.formats import tf_records
-from maxbatch.data.optional import library
+from maxbatch.data.rows import Dataset
 
 IDS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 MASKS = [[0, 1, 1], [1, 0, 0, 1], [0, 1]]

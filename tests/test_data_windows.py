@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support import base
 from token_caches import written_cache
 
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.registry import build_dataset
+from maxbatch.data.rows import Dataset
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import UserError
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from support import base
 
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.document_rows import PackedRows, TokenWindows
 from maxbatch.data.registry import build_dataset
+from maxbatch.data.rows import Dataset
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import UserError
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxbatch.estimate.hlo import ArrayShape, HloModule, Instruction, parse
-from maxbatch.estimate.replica_groups import parse_groups
+from maxbatch.estimate.hlo import ArrayShape, HloModule, Instruction, parse, parse_groups
 
 TPU_STEP = (pathlib.Path(__file__).parent / "data" / "tpu_step.hlo").read_text()
 

@@ -11,7 +11,7 @@ from first_devices import use_first_devices
 from support import SMALLEST
 
 from maxbatch import train
-from maxbatch.config.allowed import Name
+from maxbatch.config.declare import Name
 from maxbatch.config.schema import fields
 from maxbatch.run_folder.metrics import read_metrics
 

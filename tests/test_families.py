@@ -22,7 +22,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.hugging_face import registry
 from maxbatch.hugging_face.family import Family
 from maxbatch.hugging_face.registry import read_folder
-from maxbatch.models.outputs import hidden_of
+from maxbatch.models.layers import hidden_of
 from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.training.loss import loss_sum
 

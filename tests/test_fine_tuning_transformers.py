@@ -18,7 +18,7 @@ from maxbatch.config.schema import Config
 from maxbatch.conversion.source import find_source, open_source
 from maxbatch.convert import main as convert
 from maxbatch.data.rows import Rows
-from maxbatch.models.outputs import hidden_of
+from maxbatch.models.layers import hidden_of
 from maxbatch.models.registry import build_model
 from maxbatch.modes.run import run
 from maxbatch.train import main as train

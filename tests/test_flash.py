@@ -19,7 +19,7 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.core.topology import AXIS_NAMES
 from maxbatch.errors import UserError
 from maxbatch.models import flash
-from maxbatch.models.dot_product import dot_product_attention
+from maxbatch.models.cache import dot_product_attention
 from maxbatch.precision.formats import BFLOAT16, FORMATS
 from maxbatch.training.build import build_trainer
 from maxbatch.training.loss import loss_sum

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from maxbatch.precision.formats import CBFLOAT16, FLOAT16, FORMATS, Format
-from maxbatch.precision.policy import PLAIN, Policy
-from maxbatch.precision.rounding import emulated, rounded, stochastically_updated
+from maxbatch.precision.policy import PLAIN, Policy, emulated, rounded, stochastically_updated
 
 
 def values(of: Format) -> np.ndarray:

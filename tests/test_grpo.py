@@ -16,7 +16,7 @@ from support import mesh, relative_errors
 from tiny_model import VOCABULARY, loud_parameters, tiny_model
 
 from maxbatch.config.load import load_config
-from maxbatch.models.outputs import hidden_of
+from maxbatch.models.layers import hidden_of
 from maxbatch.models.registry import Model
 from maxbatch.rl.advantages import group_advantages, live_groups
 from maxbatch.rl.completions import Completions, Rollout, make_completions

@@ -16,14 +16,14 @@ import pytest
 from maxbatch import critical_batch, pipeline, train
 from maxbatch.checkpoints.formats import FORMATS
 from maxbatch.command_line import arguments
+from maxbatch.config.find import read_argument
 from maxbatch.config.load import load_config
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import Config, fields
 from maxbatch.config.value import convert, holds_text
-from maxbatch.config.yaml_file import read_argument
 from maxbatch.data.registry import DATASETS, TOKENIZERS
 from maxbatch.errors import UserError
-from maxbatch.hardware.counted_devices import count_devices
+from maxbatch.hardware.tpu_slices import count_devices
 from maxbatch.models.registry import MODELS
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.plan import COMMAND as PLAN

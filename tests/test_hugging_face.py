@@ -14,11 +14,10 @@ from maxbatch.config.find import model_names
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig, to_flat
 from maxbatch.errors import UserError
-from maxbatch.hugging_face.config_json import HARMLESS
 from maxbatch.hugging_face.families.gemma import GEMMA3
 from maxbatch.hugging_face.families.gpt2 import GPT2
 from maxbatch.hugging_face.families.llama import LLAMA
-from maxbatch.hugging_face.model_keys import PLAIN, SHAPE, differing
+from maxbatch.hugging_face.model_keys import HARMLESS, PLAIN, SHAPE, differing
 from maxbatch.hugging_face.registry import FAMILIES, family_for, family_of, read_folder
 from maxbatch.models.registry import build_model
 from maxbatch.models.remat import NAMED

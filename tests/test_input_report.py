@@ -11,10 +11,10 @@ from support import TINY, configured
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.data import input_report as module
+from maxbatch.data.file_datasets import Given
 from maxbatch.data.input_report import InputReport, input_report, tokenize_rate
 from maxbatch.data.registry import FILES, build_dataset
 from maxbatch.data.sources import Document, SourceFile, Sources
-from maxbatch.data.split import Given
 from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.modes.compile_only import input_function

@@ -14,13 +14,13 @@ from test_interrupted import arguments, records
 from test_lost_listener import UNTIL_STOPPED, command, ended, read_until, started
 
 from maxbatch.errors import UserError
-from maxbatch.run_folder.lock import locked
+from maxbatch.run_folder.atomic import locked
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.train import main
 
 HOLDER = """
 import pathlib, sys, time
-from maxbatch.run_folder.lock import locked
+from maxbatch.run_folder.atomic import locked
 from maxbatch.run_folder.paths import RunFolder
 with locked(RunFolder(pathlib.Path(sys.argv[1]))):
   print("held", flush=True)

@@ -111,7 +111,7 @@ def test_no_file_gets_the_number_of_a_stream_that_was_closed(tmp_path, closed):
   """XLA would write its warnings to it."""
   code = (
     "import os, sys\n"
-    "from maxbatch.command_line.streams import EnduringStreams\n"
+    "from maxbatch.command_line.run import EnduringStreams\n"
     "with EnduringStreams():\n"
     "  file = open(sys.argv[1], 'w')\n"
     "  print('said')\n"

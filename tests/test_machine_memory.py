@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from maxbatch.hardware.memory import machine_bytes
+from maxbatch.hardware.devices import machine_bytes
 
 GIB = 2**30
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

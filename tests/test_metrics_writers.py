@@ -11,10 +11,8 @@ from processes import PATIENCE_SECONDS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxbatch.errors import UserError
-from maxbatch.metrics_writers.registry import chosen_writers, open_writers
-from maxbatch.metrics_writers.services import run_identity
-from maxbatch.run_folder.metrics import MetricsLog, Record, read_metrics
-from maxbatch.run_folder.writer import Opening
+from maxbatch.metrics_writers.registry import chosen_writers, open_writers, run_identity
+from maxbatch.run_folder.metrics import MetricsLog, Opening, Record, read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 HOSTILE = "# <script>alert(1)</script>\n\ud800"

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from support import base, configured
 
 from maxbatch.config.schema import DataConfig
-from maxbatch.data.dataset import Arrays, Dataset
 from maxbatch.data.input_report import given_files
 from maxbatch.data.mixed import mixed_paths, source_names
 from maxbatch.data.mixture import (
@@ -29,6 +28,7 @@ from maxbatch.data.mixture import (
 )
 from maxbatch.data.reading import ReadOrder
 from maxbatch.data.registry import build_dataset, check_epochs
+from maxbatch.data.rows import Arrays, Dataset
 from maxbatch.errors import UserError
 
 

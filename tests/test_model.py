@@ -25,10 +25,10 @@ from tiny_model import (
 from maxbatch.config.load import load_config
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.models.outputs import outputs_of
+from maxbatch.models.layers import outputs_of
 from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.precision.formats import FORMATS
-from maxbatch.precision.rounding import rounded
+from maxbatch.precision.policy import rounded
 from maxbatch.training.build import num_parameters
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.model_parts import bind_layered

@@ -19,7 +19,7 @@ from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.core.terms import Sum
 from maxbatch.errors import UserError
 from maxbatch.models import registry
-from maxbatch.models.outputs import Outputs
+from maxbatch.models.layers import Outputs
 from maxbatch.models.registry import Parameters, build_model
 from maxbatch.models.transformer import Transformer
 from maxbatch.training import build, tick

@@ -17,7 +17,7 @@ from maxbatch.core.noise_moments import Moments
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model, by_path
 from maxbatch.training.loss import loss_sum
-from maxbatch.training.noise_groups import TYPES, moments_by_group, type_of
+from maxbatch.training.noise_run import TYPES, moments_by_group, type_of
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.state import Measures
 from maxbatch.training.step import NoiseSums, StepMetrics, Trainer, rows_shardings, step_function

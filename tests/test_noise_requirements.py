@@ -4,13 +4,12 @@ import dataclasses
 
 import pytest
 
-from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.resume import check_can_continue
+from maxbatch.batch.from_config import check_can_continue, plan_batches
 from maxbatch.config.load import load_config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
-from maxbatch.hardware.counted_devices import count_devices
-from maxbatch.noise.requirements import check_noise
+from maxbatch.hardware.tpu_slices import count_devices
+from maxbatch.noise.controller import check_noise
 from maxbatch.train import main
 
 STEERED = {

@@ -18,10 +18,10 @@ from small_disk import small
 
 from maxbatch import train
 from maxbatch.data import corpus, object_copies, token_cache
-from maxbatch.data.dataset import Dataset
+from maxbatch.data.file_datasets import Split
 from maxbatch.data.object_store import TRIES
+from maxbatch.data.rows import Dataset
 from maxbatch.data.sources import Document, SourceFile, Sources
-from maxbatch.data.split import Split
 from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import ByteTokenizer
 

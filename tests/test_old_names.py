@@ -3,8 +3,7 @@
 import pytest
 
 from maxbatch import train, train_rl
-from maxbatch.command_line.arguments import parse
-from maxbatch.config.old_names import say_old_name
+from maxbatch.command_line.arguments import parse, say_old_name
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, make_mesh
-from maxbatch.training.optimizer_sharding import (
+from maxbatch.training.optimizer import (
   parameter_of,
   place_optimizer_state,
   shared_axes,

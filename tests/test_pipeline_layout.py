@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from support import base, configured
 
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.config.load import load_config
-from maxbatch.config.suggestions import suggested_fixes
+from maxbatch.config.load import load_config, suggested_fixes
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import check_unused_keys, pipeline_of
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable

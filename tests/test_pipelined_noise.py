@@ -11,7 +11,7 @@ from support import SMALLEST, config, in_microbatches, uneven_rows
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.training.build import build_trainer
-from maxbatch.training.noise_groups import FROM_MICROBATCHES, moments_by_group
+from maxbatch.training.noise_run import FROM_MICROBATCHES, moments_by_group
 from maxbatch.training.step import NoiseSums, StepMetrics, Trainer, rows_shardings, step_function
 
 T, ROWS, K = 16, 24, 3

@@ -22,7 +22,7 @@ from pipelined import (
   program,
 )
 
-from maxbatch.pipeline_parallel.cost import predicted_bubble
+from maxbatch.pipeline_parallel.sizes import predicted_bubble
 from maxbatch.training import tick
 from maxbatch.training.loss import loss_sum
 

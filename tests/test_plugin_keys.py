@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 import jax.numpy as jnp
 import optax
 
-from maxbatch.config.allowed import Range
+from maxbatch.config.declare import Range
 from maxbatch.config.declare import CHANGEABLE, FIXED, PER_START, key, with_keys
 from maxbatch.models.transformer import Transformer
 from maxbatch.training.metrics import TokenMetric

@@ -15,8 +15,8 @@ from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.models.probes import histogram
 from maxbatch.modes.run import run
 from maxbatch.precision.formats import CBFLOAT16, FLOAT16, compute_format
+from maxbatch.precision.policy import rounded
 from maxbatch.precision.report import KINDS, Exponents, report_text
-from maxbatch.precision.rounding import rounded
 from maxbatch.run_folder.metrics import read_metrics
 
 

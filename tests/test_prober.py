@@ -18,8 +18,7 @@ from maxbatch.hardware.devices import Target
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import Candidate, candidates
 from maxbatch.tuning.microbatch_size import choose, explore_sizes
-from maxbatch.tuning.prober import Prober
-from maxbatch.tuning.search import ProbeResult
+from maxbatch.tuning.search import Prober, ProbeResult
 
 GIB = 1 << 30
 KEYS = {"dataset_type": "synthetic", "batch_size": 32, "steps": 3, "base_num_decoder_layers": 1}

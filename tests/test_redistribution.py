@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.host_loads import (
   Redistribution,
+  check_loads,
   consecutive_processes,
+  load_factor,
   loading_hosts,
   redistribution,
 )
-from maxbatch.batch.loads import check_loads, load_factor
 from maxbatch.batch.row_plan import StepTable, columns_of_blocks, dispatches
 from maxbatch.config.load import load_config
 from maxbatch.core.plan import BatchPlan, Position

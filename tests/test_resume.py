@@ -13,8 +13,7 @@ from preloaded import started
 from processes import PATIENCE_SECONDS
 from support import SMALLEST, configured
 
-from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.batch.resume import keep_batch
+from maxbatch.batch.from_config import keep_batch, plan_batches, topology
 from maxbatch.checkpoints.record import identity_differences
 from maxbatch.config.declare import CHANGEABLE, FIXED, PER_START
 from maxbatch.config.load import load_config

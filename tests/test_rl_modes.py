@@ -26,8 +26,8 @@ from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target, find_devices
+from maxbatch.modes.compile_only import validate
 from maxbatch.modes.method import Purpose
-from maxbatch.modes.validate import validate
 from maxbatch.plan import main as plan_command
 from maxbatch.rl import rollout_program as rollout_reports
 from maxbatch.rl import tuning

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbatch import input_analyzer, pipeline, train
+from maxbatch.batch.from_config import training_devices
 from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
 from maxbatch.batch.rl_plan import RLPlan, plan_rl
-from maxbatch.batch.supervised import training_devices
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, fields
 from maxbatch.core.topology import Topology

@@ -13,7 +13,7 @@ from tiny_model import GPT2_LIKE, VOCABULARY, loud_parameters, tiny_model
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import sharding
 from maxbatch.models.attention import AttentionContext
-from maxbatch.models.outputs import hidden_of
+from maxbatch.models.layers import hidden_of
 from maxbatch.models.registry import Model, Parameters, by_path
 from maxbatch.models.transformer import Block, Transformer
 from maxbatch.sampling import sampler as sampler_module

@@ -29,7 +29,7 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.core.plan import Position
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.hardware.compilation_cache import bypassed
+from maxbatch.hardware.compiler_flags import bypassed
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.training.build import build_trainer, compiled_step, train_rows
 

@@ -14,7 +14,7 @@ from pipeline_sweep import MODEL, Run, batch, configuration, prepared, without_p
 from support import config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.errors import UserError
-from maxbatch.models.outputs import hidden_of
+from maxbatch.models.layers import hidden_of
 from maxbatch.models.registry import Parameters, build_model
 from maxbatch.training import metrics
 from maxbatch.training.evaluation import eval_function

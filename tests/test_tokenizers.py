@@ -14,9 +14,9 @@ from vocabularies import END, MAKERS, huggingface, sentencepiece_model, tiktoken
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.checkpoints.record import identity
 from maxbatch.config.schema import DataConfig
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.registry import build_dataset, build_tokenizer
+from maxbatch.data.rows import Dataset
 from maxbatch.data.tokenizer import Tokenizer, ordinary_ids
 from maxbatch.data.tokenizers.vocabulary_file import bounded_pieces
 from maxbatch.errors import UserError

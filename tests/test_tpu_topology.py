@@ -24,7 +24,7 @@ from maxbatch.estimate.chips import CHIPS
 from maxbatch.estimate.costs import program_costs
 from maxbatch.estimate.hlo import parse
 from maxbatch.estimate.step_time import estimate
-from maxbatch.hardware.compilation_cache import bypassed
+from maxbatch.hardware.compiler_flags import bypassed
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.train import main
 

@@ -24,8 +24,8 @@ from maxbatch.core.plan import Position
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.modes import pretraining
+from maxbatch.modes.compile_only import validate
 from maxbatch.modes.memory import bytes_per_device
-from maxbatch.modes.validate import validate
 from maxbatch.training.build import build_trainer
 from maxbatch.training.state import TrainState, to_save
 
@@ -131,7 +131,7 @@ def test_a_7b_model_on_256_simulated_devices(tmp_path):
   program = f"""
 import jax
 from maxbatch.config.load import load_config
-from maxbatch.modes.validate import validate
+from maxbatch.modes.compile_only import validate
 compiled = []
 def listen(event, duration_secs, **more):
   if "backend_compile" in event:

@@ -19,11 +19,10 @@ from support import config, mesh
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.row_plan import StepRows
 from maxbatch.compile.compile_step import placeholder_rows
-from maxbatch.data.dataset import Arrays
 from maxbatch.data.loader import train_loader
 from maxbatch.data.placement import RowPlacement, WrongRowError
 from maxbatch.data.reading import ReadOrder
-from maxbatch.data.rows import row_checksums
+from maxbatch.data.rows import Arrays, row_checksums
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 from maxbatch.training import build

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from maxbatch.batch_rules.published import GROWTH, batch_rules
 from maxbatch.batch_rules.rule import BatchRule, Training, at_overhead
-from maxbatch.config.yaml_file import shown
+from maxbatch.config.find import shown
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
 

@@ -15,13 +15,13 @@ from typing import Any
 from maxbatch.advice.asked import Place
 from maxbatch.advice.words import DAY, percent, short, span, wrapped
 from maxbatch.batch_rules.post_training import CHOICES, EQUAL_GENERATIONS
-from maxbatch.command_line.table import Table
+from maxbatch.command_line.screen import Table
+from maxbatch.config.find import shown
 from maxbatch.config.schema import Config
-from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
 from maxbatch.estimate.step_work import StepWork, step_work
-from maxbatch.noise.cost import cost
+from maxbatch.noise.advice import cost
 from maxbatch.noise.prompts import within_at
 from maxbatch.run_folder.paths import RunFolder
 

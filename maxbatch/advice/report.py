@@ -10,7 +10,7 @@ from maxbatch.advice.slices import Point
 from maxbatch.advice.words import DAY, money, percent, short, span, times, wrapped
 from maxbatch.batch_rules.published import RULES
 from maxbatch.batch_rules.rule import BatchRule, Fitted, RateRule, Rule, Training, steps_factor
-from maxbatch.command_line.table import Table, gib_of
+from maxbatch.command_line.screen import Table, gib_of
 from maxbatch.core.keys import counted
 from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.step_roofline import step_rates

@@ -1,17 +1,24 @@
-"""The plan of a configuration: its keys and devices, handed to the core's arithmetic as numbers."""
+"""The plan of a configuration: its keys and devices, handed to the core's arithmetic as numbers.
+
+A resumed run has a batch too: what it keeps, and whether it can go on with the sizes given now.
+"""
 
 import dataclasses
 import functools
+import math
 import pathlib
+from collections.abc import Collection, Mapping
 from fractions import Fraction
+from typing import Any
 
 from maxbatch.batch.schedule_file import read_changes
+from maxbatch.config.find import shown
+from maxbatch.config.keys.batch import Explore
 from maxbatch.config.registry import registered
-from maxbatch.config.schema import BatchConfig, MeshConfig, RunConfig
-from maxbatch.config.yaml_file import shown
+from maxbatch.config.schema import BatchConfig, MeshConfig, RLConfig, RunConfig
 from maxbatch.core.keys import BatchKeys, GivenSizes, text
 from maxbatch.core.make_plan import derive
-from maxbatch.core.plan import BatchPlan
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.core.schedule import (
   SCHEDULES,
   PhaseStarts,
@@ -19,9 +26,54 @@ from maxbatch.core.schedule import (
   constant,
   schedule_name,
 )
-from maxbatch.core.solve import nearest_multiples
+from maxbatch.core.solve import fitting_micro_batch, nearest_multiples, solve
 from maxbatch.core.topology import AXES, AXIS_NAMES, Topology, fill
 from maxbatch.errors import UserError
+
+
+def is_rl(config: RLConfig) -> bool:
+  """Returns whether a configuration is one of reinforcement learning."""
+  return config.num_generations != -1
+
+
+def check_supervised(config: RLConfig) -> None:
+  """Checks, for commands that train on text, that the sizes count samples and not prompts.
+
+  Raises:
+    UserError: the configuration is one of reinforcement learning, or keeps devices for it.
+  """
+  if is_rl(config):
+    raise UserError(
+      f"num_generations={config.num_generations} makes this a configuration of reinforcement "
+      "learning, whose batch_size counts prompts, and this command trains on text; for example "
+      "num_generations=-1, or another config"
+    )
+  if config.rollout_devices:
+    raise UserError(
+      f"rollout_devices={config.rollout_devices} only sample, and this command trains on text; for "
+      "example rollout_devices=0"
+    )
+
+
+def training_devices(config: RLConfig, num_devices: int, num_slices: int = 1) -> int:
+  """Returns how many of all devices train.
+
+  Raises:
+    UserError: those that only sample leave none, or slices of different sizes.
+  """
+  rollout, each = config.rollout_devices, num_devices // num_slices
+  if rollout < num_devices and rollout % num_slices == 0:
+    return num_devices - rollout
+  fitting = min(max(round(rollout / num_slices), 1), each - 1) * num_slices
+  offer = f"rollout_devices={fitting}, or " if fitting > 0 else ""
+  equally = (
+    f", and take equally many from each of the {num_slices} slices" if num_slices > 1 else ""
+  )
+  raise UserError(
+    f"rollout_devices={rollout} must leave some of the {num_devices} devices to train{equally}; "
+    f"for example {offer}rollout_devices=0: all devices sample and train in turn"
+  )
+
 
 _DEFAULT_MAX_GROWTH = 16
 """batch_schedule=gns grows the batch up to this multiple of the first, unless configured."""
@@ -168,3 +220,91 @@ def _from_file(file: str, batch: int) -> PhaseStarts:
       f"{batch}; to follow the file, batch_size={changes[0].batch}"
     )
   return [(Fraction(change.samples), Fraction(change.batch)) for change in changes]
+
+
+def keep_batch(
+  config: BatchConfig, topology: Topology, saved: Mapping[str, Any], changed: Collection[str]
+) -> BatchConfig:
+  """Returns the sizes of a run that is resumed, perhaps on other devices: its batch stays.
+
+  Unless a key says otherwise: one that gives the batch, or a size of the microbatch or their number
+  that is in `changed`, of which the start that wrote the checkpoint had other values. The microbatch of a
+  device stays too, if no key gives it and it divides the batch. `saved` is `BatchPlan.as_dict` of the
+  checkpoint.
+
+  Raises:
+    UserError: the batch does not divide over these devices, or not as the keys ask.
+  """
+  given, batch = given_sizes(config), saved.get("global_batch_to_train")
+  divisions = (given.per_device, given.num_microbatches)
+  is_given = given.batch or any(size and size.key in changed for size in divisions)
+  # A microbatch that is to be chosen has no size yet, and its choice must not change the batch.
+  is_open = config.micro_batch_size == "auto" or isinstance(config.micro_batch_size, Explore)
+  if is_given or batch is None:
+    return config
+  try:
+    if not is_open and solve(given, topology).batch == batch:
+      return config
+    kept = dataclasses.replace(config, batch_size=batch)
+    if is_open and given.num_microbatches:
+      # Batch and number of microbatches give the size that was to be chosen.
+      kept = dataclasses.replace(kept, micro_batch_size=Fraction(-1))
+    solve(given_sizes(kept), topology)
+  except UserError as error:
+    raise UserError(
+      f"this run trains with {batch} samples per step, which it keeps unless a key such as "
+      f"batch_size gives another batch: {error}"
+    ) from None
+  if is_open or any(divisions):
+    return kept
+  per_device = _near(Fraction(saved["per_device_batch_size"]), batch, topology)
+  return dataclasses.replace(kept, per_device_batch_size=per_device)
+
+
+def _near(per_device: Fraction, batch: int, topology: Topology) -> Fraction:
+  """Returns the size of a device's microbatch, or the largest smaller one that divides the
+  batch."""
+  devices, groups = topology.num_devices, topology.num_batch_groups
+  rows = max(1, math.floor(per_device * devices / groups))
+  return Fraction(fitting_micro_batch(rows * groups, batch, topology), devices)
+
+
+def resumed_plan(
+  plan: BatchPlan, saved: Mapping[str, Any], position: Position, *, steered: bool
+) -> BatchPlan:
+  """Returns the plan from a checkpoint on, whose own was `saved`, by `BatchPlan.as_dict`.
+
+  Where the noise scale decides on the batch (`steered`) what it had decided stays.
+  """
+  if steered:
+    plan = plan.with_schedule([(int(at), batch) for at, batch in saved["batch_schedule"]])
+  return plan.starting_at(position)
+
+
+def check_can_continue(plan: BatchPlan, first: int, now: int) -> None:
+  """Refuses sizes with which a run with batch_schedule=gns cannot be resumed.
+
+  Such a run began with `first` samples per step, and had come to `now` at the checkpoint.
+
+  Raises:
+    UserError: the run began with another batch, or the microbatch does not divide the present one.
+  """
+  batch, micro = plan.global_batch_to_train, plan.micro_batch_to_train
+  if batch != first:
+    raise UserError(
+      f"global_batch_to_train={batch} must be the {first} samples per step with which this run "
+      f"began, because batch_schedule=gns continues from there; for example batch_size={first}, or "
+      "another run_name"
+    )
+  if now % micro:
+    raise UserError(
+      f"micro_batch_to_train={micro} must divide the {now} samples per step that "
+      f"batch_schedule=gns has reached in this run; for example {_micro_batch_that_works(plan, now)}"
+    )
+
+
+def _micro_batch_that_works(plan: BatchPlan, batch: int) -> str:
+  common = math.gcd(batch, plan.micro_batch_to_train)
+  if common % plan.topology.num_batch_groups:
+    return "another mesh, or another run_name"
+  return f"per_device_batch_size={text(plan.per_device(common))} gradient_accumulation_steps=-1"

@@ -19,7 +19,7 @@ from typing import overload
 
 import numpy as np
 
-from maxbatch.batch.loads import load_ranges
+from maxbatch.batch.host_loads import load_ranges
 from maxbatch.core.phases import Phase
 from maxbatch.core.plan import BatchPlan, Position
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from maxbatch.config.yaml_file import plain_words
+from maxbatch.config.find import plain_words
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import write_whole
 from maxbatch.run_folder.paths import RunFolder

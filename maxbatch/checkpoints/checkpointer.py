@@ -23,18 +23,18 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
-from maxbatch.checkpoints.find import resumable_steps
-from maxbatch.checkpoints.fingerprint import named_leaves
-from maxbatch.checkpoints.formats import format_named, share_large_arrays_only
-from maxbatch.checkpoints.orbax import (
+from maxbatch.checkpoints.find import (
   Barrier,
   DamagedError,
   cause,
   free_bytes,
   lone_reader,
+  resumable_steps,
   silence_orbax,
   together,
 )
+from maxbatch.checkpoints.fingerprint import named_leaves
+from maxbatch.checkpoints.formats import format_named, share_large_arrays_only
 from maxbatch.checkpoints.reading import check_leaves, patiently, read_arrays, read_record
 from maxbatch.checkpoints.record import (
   changed_settings,

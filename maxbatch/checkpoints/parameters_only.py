@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from maxbatch.checkpoints.find import record_of
+from maxbatch.checkpoints.find import cause, record_of
 from maxbatch.checkpoints.fingerprint import PartsOfArray, verified
 from maxbatch.checkpoints.formats import format_named
-from maxbatch.checkpoints.orbax import cause
 from maxbatch.checkpoints.record import (
   ORIGIN,
   describe_leaves,

@@ -15,16 +15,17 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import AbstractMesh, NamedSharding
 
-from maxbatch.checkpoints.find import other_step, record_of
-from maxbatch.checkpoints.formats import format_named, placed
-from maxbatch.checkpoints.orbax import (
+from maxbatch.checkpoints.find import (
   DamagedError,
   cause,
   lone_reader,
+  other_step,
+  record_of,
   refusal,
   root_cause,
   together,
 )
+from maxbatch.checkpoints.formats import format_named, placed
 from maxbatch.checkpoints.record import changed_leaves, format_name, is_intact
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import gather

@@ -18,8 +18,8 @@ from maxbatch.config.declare import CHANGEABLE, FIXED, Resume
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config, resume_classes
 from maxbatch.core.plan import Position
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.mixture import STREAM_VERSION
+from maxbatch.data.rows import Dataset
 from maxbatch.errors import UserError, first_of
 from maxbatch.hugging_face.model_keys import PLAIN
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from maxbatch.data.optional import library
+from maxbatch.config.registry import library
 from maxbatch.errors import UserError
 
 Index = tuple[slice, ...]

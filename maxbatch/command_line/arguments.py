@@ -4,22 +4,31 @@ A command declares what it takes besides the configuration's keys as a frozen da
 are annotated with `Key`, `Flag` or `File`; `parse` reads them, and --help (help.py) shows them.
 argparse is not used: `key=value` means nothing to it, so that our own reading of keys would stay,
 and its abbreviations, its exits and its wording of errors would each have to be turned off.
+
+Names of keys and options that have another name now: they still work, and are said to be old.
 """
 
 import dataclasses
+import functools
 import os
+import sys
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from maxbatch.config import schema
-from maxbatch.config.find import closest
+from maxbatch.config.find import closest, read_argument
 from maxbatch.config.load import plugins_of
-from maxbatch.config.old_names import say_old_name
-from maxbatch.config.plugins import declared_keys
+from maxbatch.config.registry import declared_keys
 from maxbatch.config.value import convert, holds_text
-from maxbatch.config.yaml_file import read_argument
 from maxbatch.errors import UserError
+
+
+@functools.cache
+def say_old_name(old: str, new: str) -> None:
+  """Prints, once, on standard error, what an old name is called now."""
+  print(f"note: {old} is called {new} now; the old name still works", file=sys.stderr, flush=True)
+
 
 Own = TypeVar("Own")
 HELP = ("--help", "-help", "-h", "help")

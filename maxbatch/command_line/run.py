@@ -1,13 +1,18 @@
-"""How every command runs and ends: its help, its exit code, and what it says on standard error."""
+"""How every command runs and ends: its help, its exit code, and what it says on standard error.
 
+Standard output and error that may fail, while a command goes on.
+"""
+
+import io
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Self, TextIO
 
 from maxbatch.command_line.arguments import Arguments, Command, Own, parse, wants_help
 from maxbatch.command_line.help import help_text
 from maxbatch.command_line.signals import INTERRUPTED, EndingSignals, Interrupted
-from maxbatch.command_line.streams import EnduringStreams
 from maxbatch.errors import (
   EXIT_DIVERGED,
   EXIT_ROWS,
@@ -18,6 +23,79 @@ from maxbatch.errors import (
   TrainingDivergedError,
   UserError,
 )
+
+if TYPE_CHECKING:
+  from _typeshed import ReadableBuffer
+
+
+class EnduringStreams:
+  """A context in which printing raises nothing when a pipe, a disk or a terminal fails.
+
+  What cannot be written is dropped: a reader that goes away must not take hours of training with
+  it. Streams that something else has put in the place of the process's own stay as they are.
+  """
+
+  def __enter__(self) -> Self:
+    self._before = sys.stdout, sys.stderr
+    self._output = None
+    if sys.stdout is sys.__stdout__:
+      self._output = _Descriptor(_number_of(sys.stdout))
+      sys.stdout = _text(self._output, sys.stdout)
+    if sys.stderr is sys.__stderr__:
+      sys.stderr = _text(_Descriptor(_number_of(sys.stderr)), sys.stderr)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.stdout, sys.stderr = self._before
+
+  def failure(self) -> OSError | None:
+    """Returns why some of the standard output was dropped until now; None if all was written."""
+    sys.stdout.flush()
+    return self._output.failure if self._output else None
+
+
+class _Descriptor(io.FileIO):
+  """Where a file descriptor leads now, whatever is put in its place; what cannot go there is dropped."""
+
+  def __init__(self, number: int) -> None:
+    super().__init__(os.dup(number), "wb")
+    self.failure: OSError | None = None
+
+  def write(self, content: "ReadableBuffer", /) -> int:
+    try:
+      written = super().write(content)
+    except OSError as error:
+      self.failure, written = error, None
+    return memoryview(content).nbytes if written is None else written
+
+
+def _text(descriptor: _Descriptor, like: TextIO | None) -> io.TextIOWrapper:
+  """Returns a stream with another's settings, in which × and → may become question marks."""
+  buffered = io.BufferedWriter(descriptor)
+  if not isinstance(like, io.TextIOWrapper):
+    return io.TextIOWrapper(buffered, errors="replace")
+  return io.TextIOWrapper(
+    buffered,
+    encoding=like.encoding,
+    errors="replace",
+    line_buffering=like.line_buffering,
+    write_through=like.write_through,
+  )
+
+
+def _number_of(stream: TextIO | None) -> int:
+  """Returns the stream's file descriptor; one that drops everything if the stream was closed."""
+  if stream is not None:
+    return stream.fileno()
+  # The numbers 0 to 2 are taken first: else the next file to be opened, perhaps metrics.jsonl, would
+  # get that of standard error, and with it what XLA writes there.
+  number = 0
+  while number <= 2:
+    number = os.open(os.devnull, os.O_RDWR)
+  return number
+
 
 EXIT_NO_READER = 128 + signal.SIGPIPE
 """As a shell has it for a program that SIGPIPE ends."""

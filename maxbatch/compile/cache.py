@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from maxbatch.command_line.table import GIB
+from maxbatch.command_line.screen import GIB
 from maxbatch.run_folder.paths import compiled_programs
 
 OFF = "none"

@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.command_line.table import GIB
+from maxbatch.command_line.screen import GIB
 from maxbatch.compile.measured_time import measure_step
 from maxbatch.compile.program import (
   DoesNotFitError,
@@ -26,8 +26,8 @@ from maxbatch.config.schema import Config
 from maxbatch.core.keys import text
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
-from maxbatch.data.dataset import RowSource
 from maxbatch.data.registry import build_dataset
+from maxbatch.data.rows import RowSource
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all, write_shared_file
 from maxbatch.hardware.devices import Device

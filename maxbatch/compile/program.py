@@ -12,18 +12,15 @@ from typing import Any
 
 import jax
 
-from maxbatch.command_line.table import GIB
+from maxbatch.command_line.screen import GIB
 from maxbatch.compile.traced_flops import StepFlops, step_flops
 from maxbatch.config.schema import CompileConfig, Config
 from maxbatch.core.plan import BatchPlan
-from maxbatch.data.dataset import RowSource
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import Rows, RowSource
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import chip_for
-from maxbatch.hardware.compilation_cache import bypassed
-from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags
-from maxbatch.hardware.devices import Device
-from maxbatch.hardware.memory import machine_bytes
+from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags, bypassed
+from maxbatch.hardware.devices import Device, machine_bytes
 from maxbatch.training.build import step_rows, streams, traced_step
 from maxbatch.training.state import TrainState, is_on_host
 from maxbatch.training.step import Trainer

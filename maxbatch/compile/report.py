@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from maxbatch.command_line.table import figure, gib, section
+from maxbatch.command_line.screen import figure, gib, section
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import CompiledProgram, ProgramMemory, StateBytes, state_bytes
 from maxbatch.compile.report_time import (

@@ -2,7 +2,7 @@
 
 A pipeline's loop runs over ticks, where another step's runs over microbatches. What a tick does depends on
 the timetable: every operation counts as often as the work it belongs to
-(pipeline_parallel/cost.py).
+(pipeline_parallel/sizes.py).
 
 The text of a compiled program is no stable format: another compiler may write loops, operands or kernels in
 a new way. What is then not counted would make the estimate a wrong figure, so there is none.
@@ -17,13 +17,13 @@ from maxbatch.compile.traced_flops import StepFlops
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.costs import OperationCost
 from maxbatch.estimate.step_time import StepEstimate, seconds_of
-from maxbatch.pipeline_parallel.cost import (
+from maxbatch.pipeline_parallel.sizes import (
   EVERY_TICK,
   ONCE_PER_MICROBATCH,
+  Pipeline,
   operation_in_path,
   ticks_by_operation,
 )
-from maxbatch.pipeline_parallel.sizes import Pipeline
 
 LEAST_COVERAGE = 0.97
 """Share of the traced matrix products that must be found: the program computes some of them

@@ -32,9 +32,9 @@ from maxbatch.compile.step_identity import (
 )
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
-from maxbatch.data.dataset import RowSource
+from maxbatch.data.rows import RowSource
 from maxbatch.errors import UserError
-from maxbatch.hardware.compilation_cache import bypassed
+from maxbatch.hardware.compiler_flags import bypassed
 from maxbatch.run_folder.atomic import replacing
 from maxbatch.training.build import compiled_step
 from maxbatch.training.step import Step, Trainer

@@ -30,7 +30,7 @@ from maxbatch.config.schema import (
   RunConfig,
 )
 from maxbatch.core.plan import BatchPlan
-from maxbatch.data.dataset import RowSource
+from maxbatch.data.rows import RowSource
 from maxbatch.training.build import step_rows, streams, traced_step
 from maxbatch.training.step import Trainer
 

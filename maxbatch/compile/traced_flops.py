@@ -18,7 +18,7 @@ from maxbatch.estimate.flops import SPLASH_PRODUCTS
 from maxbatch.estimate.step_work import tokens_seen
 from maxbatch.models.attention import sliding_layers
 from maxbatch.models.registry import Model
-from maxbatch.pipeline_parallel.cost import EVERY_TICK, operation_in_path
+from maxbatch.pipeline_parallel.sizes import EVERY_TICK, operation_in_path
 
 
 class StepFlops(NamedTuple):

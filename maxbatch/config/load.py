@@ -5,11 +5,13 @@ config.json says, then the files that build on the root, then the command line. 
 set yourself always beats the model's.
 The model file is read when model_name is set after the root, or by a file called base.yml; any
 other root gives every key itself, the model's included, as a written-out config.yml does.
+
+What to change so that a configuration works, found by trying it.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -17,8 +19,17 @@ from ml_collections import ConfigDict
 
 from maxbatch.config import schema
 from maxbatch.config.declare import Key, Section, declared
-from maxbatch.config.find import base_config_path, config_path, did_you_mean, model_path
-from maxbatch.config.plugins import (
+from maxbatch.config.find import (
+  COMMAND_LINE,
+  Entry,
+  base_config_path,
+  config_path,
+  did_you_mean,
+  model_path,
+  read_argument,
+  read_file,
+)
+from maxbatch.config.registry import (
   PlugIn,
   declared_keys,
   instances,
@@ -26,10 +37,50 @@ from maxbatch.config.plugins import (
   naming_keys,
   replaced_plugin,
 )
+from maxbatch.config.schema import Config, replaced, to_flat
 from maxbatch.config.value import convert, holds_text, plain
-from maxbatch.config.yaml_file import COMMAND_LINE, Entry, read_argument, read_file
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.registry import read_folder
+
+Keys = Mapping[str, object]
+_MOST = 3
+
+
+def suggested_fixes(
+  config: Config,
+  offers: Sequence[Keys],
+  beside: Iterable[Keys],
+  is_valid: Callable[[Config], bool],
+) -> list[str]:
+  """Returns the first offers that work, at most three, as they are written on a command line.
+
+  Args:
+    config: what does not work.
+    offers: changes to try, the nearest first; those that change nothing are passed over.
+    beside: further changes; the first of them with which any offer works is the one taken.
+    is_valid: whether a configuration works.
+  """
+  flat = to_flat(config)
+
+  def changes(keys: Keys) -> dict[str, object]:
+    return {key: value for key, value in keys.items() if flat[key] != value}
+
+  for more in beside:
+    tried = [changes({**more, **offer}) for offer in offers if changes(offer)]
+    results = [assigned(keys) for keys in tried if is_valid(replaced(config, keys))]
+    if results:
+      return list(dict.fromkeys(results))[:_MOST]
+  return []
+
+
+def assigned(keys: Keys) -> str:
+  """Returns `a=1 b=-1`, as on a command line."""
+  return " ".join(f"{key}={_text(value)}" for key, value in keys.items())
+
+
+def _text(value: object) -> str:
+  return str(value).lower() if isinstance(value, bool) else str(plain(value))
+
 
 Layer = dict[str, Entry]
 

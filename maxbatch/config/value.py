@@ -13,9 +13,8 @@ from fractions import Fraction
 
 import yaml
 
-from maxbatch.config.allowed import Example, FileName, Range, RelativePath
-from maxbatch.config.find import closest
-from maxbatch.config.yaml_file import Entry, shown
+from maxbatch.config.declare import Example, FileName, Range, RelativePath
+from maxbatch.config.find import Entry, closest, shown
 from maxbatch.core.keys import plain_number
 from maxbatch.errors import UserError
 

@@ -13,8 +13,7 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.model_keys import PLAIN, SHAPE
-from maxbatch.run_folder.atomic import appearing, nearest
-from maxbatch.run_folder.lock import claimed
+from maxbatch.run_folder.atomic import appearing, claimed, nearest
 
 
 @dataclasses.dataclass(frozen=True)

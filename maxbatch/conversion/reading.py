@@ -22,8 +22,8 @@ from maxbatch.errors import UserError, first_of
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.hugging_face.family import Family, Shape, Tensor
 from maxbatch.hugging_face.registry import read_folder
+from maxbatch.models.lora import ADAPTER
 from maxbatch.models.registry import Model, Parameters
-from maxbatch.models.trainable import ADAPTER
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,14 +26,12 @@ from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.vocabulary_file import FileTokenizer
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes
-from maxbatch.hugging_face.config_json import HARMLESS, read_config_json
 from maxbatch.hugging_face.family import Family, Shape, Tensor
-from maxbatch.hugging_face.model_keys import PLAIN, differing
+from maxbatch.hugging_face.model_keys import HARMLESS, PLAIN, differing, read_config_json
 from maxbatch.hugging_face.registry import family_for, read_folder
 from maxbatch.models import lora
-from maxbatch.models.lora import without_adapters
+from maxbatch.models.lora import ADAPTER, without_adapters
 from maxbatch.models.registry import build_model
-from maxbatch.models.trainable import ADAPTER
 from maxbatch.run_folder.progress import ByteProgress
 
 

@@ -20,8 +20,8 @@ from maxbatch.conversion.source import FROZEN, frozen_folder
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.registry import is_model_folder
 from maxbatch.models import lora
+from maxbatch.models.lora import ADAPTER
 from maxbatch.models.registry import build_model
-from maxbatch.models.trainable import ADAPTER
 
 
 class WholeCheckpoint:

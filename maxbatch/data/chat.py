@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxbatch.config.registry import library
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.formats.format import Bad
-from maxbatch.data.optional import library
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer, declared_tokens
 from maxbatch.errors import UserError

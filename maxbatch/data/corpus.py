@@ -9,12 +9,12 @@ from pathlib import Path
 
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.chat import build_chat
-from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.document_rows import PackedRows, document_rows, layout_of, rows_name
+from maxbatch.data.file_datasets import Split, described, sizes_by_name, split
 from maxbatch.data.object_copies import copies_in, with_copies
 from maxbatch.data.object_store import is_url
+from maxbatch.data.rows import Dataset, RowSource
 from maxbatch.data.sources import Document, Sources
-from maxbatch.data.split import Split, described, sizes_by_name, split
 from maxbatch.data.token_cache import TokenCache, cache_key, open_or_build
 from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import Tokenizer

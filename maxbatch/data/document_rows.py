@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from maxbatch.config.schema import DataConfig
-from maxbatch.data.dataset import Arrays, RowSource
 from maxbatch.data.pack_index import Layout, PackIndex, open_or_build
+from maxbatch.data.rows import Arrays, RowSource
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 
 from maxbatch.batch.host_loads import HostLoad, host_loads
-from maxbatch.command_line.table import file_size, section
+from maxbatch.command_line.screen import file_size, section
 from maxbatch.config.schema import DataConfig
 from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan
 from maxbatch.data.corpus import recipe_of, with_validation
 from maxbatch.data.document_rows import layout_of
+from maxbatch.data.file_datasets import Given, split
 from maxbatch.data.mixed import alone, mixed_paths
 from maxbatch.data.object_store import is_url
 from maxbatch.data.registry import FILES, build_tokenizer
 from maxbatch.data.sources import Document, Sources
-from maxbatch.data.split import Given, split
 from maxbatch.data.token_cache import SHARD_BYTES, can_be_divided, shard_jobs
 from maxbatch.data.token_shard import ShardJob, open_shard
 from maxbatch.data.tokenize import Recipe, tokenize

@@ -18,10 +18,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from maxbatch.batch.row_plan import StepRows, StepTable, steps_in_order
-from maxbatch.data.dataset import FirstRows, RowSource
 from maxbatch.data.placement import RowPlacement, Staged
 from maxbatch.data.reading import AS_USUAL, ReadAhead, ReadOrder, StepReader
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import FirstRows, Rows, RowSource
 
 # Steps kept ready on the devices: one to use next, one on its way.
 _STEPS_AHEAD = 2

@@ -14,10 +14,19 @@ from typing import NamedTuple
 
 from maxbatch.config.schema import DataConfig
 from maxbatch.config.value import exact_number, plain
-from maxbatch.data.dataset import Dataset, SourceRows
-from maxbatch.data.mixture import VERSION, JoinedRows, MixedRows, Mixture, MixturePhase, described
+from maxbatch.data.mixture import (
+  LARGEST_TOTAL,
+  SMALLEST_SHARE,
+  VERSION,
+  JoinedRows,
+  MixedRows,
+  Mixture,
+  MixturePhase,
+  described,
+  whole_weights,
+)
 from maxbatch.data.object_store import is_url
-from maxbatch.data.shares import LARGEST_TOTAL, SMALLEST_SHARE, whole_weights
+from maxbatch.data.rows import Dataset, SourceRows
 from maxbatch.data.sources import STDLIB
 from maxbatch.errors import UserError
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from maxbatch.data.object_store import OpenStore, Range, is_url
 from maxbatch.data.sources import Document, SourceFile
 from maxbatch.errors import UserError
-from maxbatch.run_folder.atomic import replacing
-from maxbatch.run_folder.lock import claimed
+from maxbatch.run_folder.atomic import claimed, replacing
 
 _RANGE_BYTES = 8 * 2**20
 _BYTES_AT_ONCE = 64 * 2**20

@@ -28,8 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxbatch.batch.host_loads import Redistribution, Rounds, redistribution
 from maxbatch.batch.row_plan import columns_of_blocks
-from maxbatch.data.dataset import Arrays
-from maxbatch.data.rows import TOKEN_FIELDS, Rows, row_checksums
+from maxbatch.data.rows import TOKEN_FIELDS, Arrays, Rows, row_checksums
 from maxbatch.errors import RowsError
 
 CHECKSUMS = "checksums"

@@ -20,9 +20,8 @@ from grain.multiprocessing import SharedMemoryArray
 
 from maxbatch.batch.row_plan import StepTable, ids_of
 from maxbatch.config.schema import DataConfig
-from maxbatch.data.dataset import Arrays, RowSource
 from maxbatch.data.mixture import sample_stream
-from maxbatch.data.rows import row_checksums
+from maxbatch.data.rows import Arrays, RowSource, row_checksums
 from maxbatch.errors import UserError
 
 

@@ -1,4 +1,7 @@
-"""Which files of records a path means, of which format they are, and whether all are there."""
+"""Which files of records a path means, of which format they are, and whether all are there.
+
+Formats of records by name: the values of grain_file_type.
+"""
 
 import collections
 import dataclasses
@@ -6,11 +9,34 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxbatch.config.find import did_you_mean
-from maxbatch.config.yaml_file import shown
-from maxbatch.data.formats.registry import FORMATS, format_of
+from maxbatch.config.find import did_you_mean, shown
+from maxbatch.data.formats.arrow import ARROW, PARQUET
+from maxbatch.data.formats.format import RecordFormat
+from maxbatch.data.formats.jsonl import JSONL
+from maxbatch.data.formats.tf_records import ARRAY_RECORD, TFRECORD
 from maxbatch.data.sources import SourceFile, Sources, Wanted, listed
 from maxbatch.errors import UserError, first_of
+
+FORMATS: dict[str, RecordFormat] = {
+  "arrayrecord": ARRAY_RECORD,
+  "parquet": PARQUET,
+  "tfrecord": TFRECORD,
+  "jsonl": JSONL,
+  "arrow": ARROW,
+}
+
+_ABOUT_THE_DATA = {"dataset_info.json", "dataset_dict.json", "state.json", "dataset_infos.json"}
+"""Files of a Hugging Face dataset that hold no records."""
+
+
+def format_of(name: str) -> str:
+  """Returns the format that a file's name implies; empty if none."""
+  lower = name.lower().rpartition("/")[2]
+  if lower in _ABOUT_THE_DATA:
+    return ""
+  result = (name for name, each in FORMATS.items() if re.search(each.suffix, lower))
+  return next(result, "")
+
 
 AUTO = "auto"
 _NUMBERED = re.compile(r"^(.*?)(\d+)-of-(\d+)(.*)$")

@@ -8,12 +8,12 @@ from maxbatch.config.registry import registered
 from maxbatch.config.schema import DataConfig
 from maxbatch.data import file_datasets, mixed, synthetic
 from maxbatch.data.corpus import build_corpus
-from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.file_datasets import Given
 from maxbatch.data.mixed import mixed_paths
 from maxbatch.data.mixture import MixedRows
 from maxbatch.data.record_files import AUTO
+from maxbatch.data.rows import Dataset, RowSource
 from maxbatch.data.sources import STDLIB
-from maxbatch.data.split import Given
 from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer
 from maxbatch.data.tokenizers import huggingface, sentencepiece, tiktoken
 from maxbatch.errors import UserError

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxbatch.data.optional import library
+from maxbatch.config.registry import library
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 30

@@ -9,8 +9,8 @@ import numpy as np
 
 from maxbatch.config.schema import DataConfig
 from maxbatch.config.value import plain
-from maxbatch.data.dataset import Arrays, Dataset
 from maxbatch.data.document_rows import segments
+from maxbatch.data.rows import Arrays, Dataset
 from maxbatch.data.sources import STDLIB
 from maxbatch.data.tokenizer import Tokenizer, ordinary_ids
 

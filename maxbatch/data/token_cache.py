@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from maxbatch.data.formats import text
-from maxbatch.data.formats.registry import FORMATS
+from maxbatch.data.record_files import FORMATS
 from maxbatch.data.sources import Document, SourceFile, Sources
 from maxbatch.data.token_shard import (
   FULL_CHECK_BYTES,

@@ -24,8 +24,7 @@ from maxbatch.data.sources import Document
 from maxbatch.data.tokenize import Recipe, new_hash, source_bytes, tokenize
 from maxbatch.data.tokenizer import token_dtype
 from maxbatch.errors import UserError
-from maxbatch.run_folder.atomic import replacing, write_whole
-from maxbatch.run_folder.lock import claimed
+from maxbatch.run_folder.atomic import claimed, replacing, write_whole
 
 FULL_CHECK_BYTES = 128 * 2**20
 """Up to this size an opened cache is hashed against its fingerprints (about 0.1 s); beyond it only

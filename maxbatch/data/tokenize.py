@@ -14,7 +14,7 @@ import numpy as np
 from maxbatch.data.chat import Chat, Conversation
 from maxbatch.data.formats import text
 from maxbatch.data.formats.format import Bad, Record, ids_of, text_of
-from maxbatch.data.formats.registry import FORMATS
+from maxbatch.data.record_files import FORMATS
 from maxbatch.data.sources import Document, SourceFile, Sources, part_of
 from maxbatch.data.tokenizer import Tokenizer, token_dtype
 from maxbatch.errors import UserError

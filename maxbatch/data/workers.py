@@ -22,7 +22,7 @@ import tqdm
 from maxbatch.data.token_shard import ShardJob, make_shards
 from maxbatch.data.tokenize import Recipe
 from maxbatch.errors import UserError
-from maxbatch.run_folder.lock import claimed
+from maxbatch.run_folder.atomic import claimed
 
 _PROGRAM = ("-m", "maxbatch.data.workers")
 _SAID_AFTER_SECONDS = 30

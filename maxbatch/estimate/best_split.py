@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from maxbatch.command_line.table import gib_of
+from maxbatch.command_line.screen import gib_of
 from maxbatch.core.keys import counted, text
 from maxbatch.core.solve import nearest_batches, splits_of
 from maxbatch.core.topology import Topology

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from maxbatch.command_line.table import GIB
+from maxbatch.command_line.screen import GIB
 
 
 @dataclasses.dataclass(frozen=True)

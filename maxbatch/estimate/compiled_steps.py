@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from maxbatch.command_line.table import GIB
+from maxbatch.command_line.screen import GIB
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip, chip_for

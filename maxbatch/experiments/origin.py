@@ -9,8 +9,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from maxbatch.checkpoints.find import completed_steps, other_step
-from maxbatch.checkpoints.orbax import silence_orbax
+from maxbatch.checkpoints.find import completed_steps, other_step, silence_orbax
 from maxbatch.checkpoints.record import is_intact, is_parameters_only
 from maxbatch.core.plan import Position
 from maxbatch.errors import UserError

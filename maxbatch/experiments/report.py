@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from maxbatch.command_line.table import Table
+from maxbatch.command_line.screen import Table
 from maxbatch.core.keys import text
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Judged, Measured, critical

@@ -10,9 +10,8 @@ import pathlib
 from fractions import Fraction
 from typing import Any
 
-from maxbatch.batch.from_config import follows_noise_scale, plan_batches
+from maxbatch.batch.from_config import follows_noise_scale, plan_batches, resumed_plan
 from maxbatch.batch.learning_rate import COUPLINGS, learning_rate
-from maxbatch.batch.resume import resumed_plan
 from maxbatch.checkpoints.record import fixed_keys, identity_differences, listed
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import BatchConfig, Config, RunConfig

@@ -1,23 +1,46 @@
 """Flags of XLA's compilers: published sets by TPU generation, and what compiler_flags makes of them.
 
 They are options of one compilation, not of the process: no environment variable is needed, and what
-LIBTPU_INIT_ARGS says for all programs stays as it is.
+LIBTPU_INIT_ARGS says for all programs stays as it is. Likewise jax's compilation cache can be left
+aside for a while; compile/cache.py says what it is.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 from maxbatch.config.find import did_you_mean
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import CHIPS, chip_for
-from maxbatch.hardware.compilation_cache import bypassed
+
+_DIRECTORY = "jax_compilation_cache_dir"
+
+
+@contextlib.contextmanager
+def bypassed() -> Iterator[None]:
+  """Compiles programs anew inside this context, neither read from the cache nor written to it.
+
+  For programs that are to be saved to a file: on CPU, XLA leaves the machine code out of what was
+  itself loaded, and the copy fails when it runs. And for those of a TPU slice that is not here: jax
+  writes them to the cache, and warns at every later start that it cannot read them back.
+  """
+  before = jax.config.values[_DIRECTORY]
+  jax.config.update(_DIRECTORY, None)
+  compilation_cache.reset_cache()
+  try:
+    yield
+  finally:
+    jax.config.update(_DIRECTORY, before)
+    compilation_cache.reset_cache()
+
 
 Flags = tuple[tuple[str, str], ...]
 """(name, value), by name: hashable, as what a compiled step is kept by."""

@@ -21,10 +21,9 @@ from typing import NoReturn
 
 import jax
 
-from maxbatch.config.allowed import Address
-from maxbatch.config.declare import declared
+from maxbatch.config.declare import Address, declared
 from maxbatch.config.load import load_config
-from maxbatch.config.plugins import naming_keys
+from maxbatch.config.registry import naming_keys
 from maxbatch.config.schema import Config, DistributedConfig
 from maxbatch.core.keys import counted
 from maxbatch.errors import SaidByAnotherError, UserError

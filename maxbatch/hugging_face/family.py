@@ -14,8 +14,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from maxbatch.errors import UserError
-from maxbatch.hugging_face.config_json import ConfigJson
-from maxbatch.hugging_face.model_keys import PLAIN, differing, layer_types, shortest_pattern
+from maxbatch.hugging_face.model_keys import (
+  PLAIN,
+  ConfigJson,
+  differing,
+  layer_types,
+  shortest_pattern,
+)
 
 Shape = tuple[int, ...]
 Array = Any

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from maxbatch.errors import UserError
-from maxbatch.hugging_face.config_json import read_config_json
 from maxbatch.hugging_face.families.gemma import GEMMA2, GEMMA3
 from maxbatch.hugging_face.families.gpt2 import GPT2
 from maxbatch.hugging_face.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from maxbatch.hugging_face.family import Family, Ours
+from maxbatch.hugging_face.model_keys import read_config_json
 
 FAMILIES: tuple[Family, ...] = (
   LLAMA,

@@ -14,8 +14,8 @@ import numpy as np
 from maxbatch.config.schema import Config, DataConfig
 from maxbatch.core.plan import BatchPlan
 from maxbatch.data.corpus import recipe_of
-from maxbatch.data.dataset import RowSource
 from maxbatch.data.document_rows import document_rows
+from maxbatch.data.file_datasets import Given
 from maxbatch.data.input_report import InputReport, given_files, input_report, shards_of
 from maxbatch.data.mixed import mixed_paths
 from maxbatch.data.mixture import MixedRows
@@ -23,15 +23,14 @@ from maxbatch.data.object_store import is_url
 from maxbatch.data.placement import RowPlacement
 from maxbatch.data.reading import ReadOrder
 from maxbatch.data.registry import build_dataset, build_tokenizer
+from maxbatch.data.rows import RowSource
 from maxbatch.data.sources import Document, SourceFile
-from maxbatch.data.split import Given
 from maxbatch.data.token_cache import can_be_divided, open_or_build
 from maxbatch.data.token_shard import ShardJob
 from maxbatch.data.tokenize import source_bytes
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
-from maxbatch.hardware.devices import Target
-from maxbatch.hardware.memory import machine_bytes
+from maxbatch.hardware.devices import Target, machine_bytes
 from maxbatch.hardware.sharding import make_mesh, sharding
 from maxbatch.input_analysis.measure import (
   Measured,

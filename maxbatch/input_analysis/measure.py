@@ -17,12 +17,11 @@ import numpy as np
 
 from maxbatch.batch.row_plan import Steps, StepTable, ids_of, steps_in_order
 from maxbatch.config.schema import DataConfig
-from maxbatch.data.dataset import Arrays, RowSource
 from maxbatch.data.document_rows import PackedRows, TokenWindows
 from maxbatch.data.mixture import JoinedRows, sample_stream
 from maxbatch.data.placement import RowPlacement
 from maxbatch.data.reading import ReadAhead, ReadOrder, StepReader
-from maxbatch.data.rows import row_checksums
+from maxbatch.data.rows import Arrays, RowSource, row_checksums
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -10,8 +10,12 @@ import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from maxbatch.batch.host_loads import host_loads, planned_redistribution, with_load_factor
-from maxbatch.batch.loads import check_loads
+from maxbatch.batch.host_loads import (
+  check_loads,
+  host_loads,
+  planned_redistribution,
+  with_load_factor,
+)
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.input_analysis.measure import Measured, Setting

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from maxbatch.command_line.table import Table, section
+from maxbatch.command_line.screen import Table, section
 from maxbatch.core.keys import counted, text
 from maxbatch.data.input_report import InputReport
 from maxbatch.input_analysis.measure import Measured, Setting, Stage

@@ -19,8 +19,7 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
 from maxbatch.hugging_face.model_keys import layer_types
 from maxbatch.models import flash
-from maxbatch.models.cache import LayerCache
-from maxbatch.models.dot_product import dot_product_attention
+from maxbatch.models.cache import LayerCache, dot_product_attention
 from maxbatch.models.forms import rotated
 from maxbatch.models.layers import Norm, Projection
 from maxbatch.models.remat import named

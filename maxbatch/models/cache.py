@@ -3,6 +3,15 @@
 B rows, T tokens of a pass, S places for the keys of a row, N query heads, K key/value heads, G = N/K
 query heads per key/value head, H width of a head; with scan_layers the arrays of all layers are
 stacked, with a leading L.
+
+Softmax attention by plain matrix products, for devices without a kernel of their own.
+
+B rows, T query and S key tokens, N query heads, K key/value heads, G = N/K query heads per
+key/value head, H width of a head.
+
+The backward pass forms the probabilities again from the kept logarithm of their sum, as flash
+attention does (Dao et al. 2022): nothing of size T·S is kept between the passes. Batch and heads
+lead in every product, the layout that XLA's CPU backend multiplies fastest.
 """
 
 import math
@@ -15,8 +24,88 @@ from jax.typing import DTypeLike
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
-from maxbatch.models.dot_product import capped
-from maxbatch.precision.policy import Policy
+from maxbatch.precision.policy import PLAIN, Policy
+
+
+def dot_product_attention(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  first_BT: jax.Array,
+  soft_cap: float = 0.0,
+  policy: Policy = PLAIN,
+) -> jax.Array:
+  """Returns attention (B, T, N, H) of each query to the keys from its first to itself; softmax in float32.
+
+  Args:
+    q_BTNH: queries.
+    k_BSKH: keys; K divides N.
+    v_BSKH: values.
+    first_BT: int32[B or 1, T]: the first key that each query sees. Two comparisons with a number per
+      row cost next to nothing; a mask of (B, T, S) made the whole step half as slow again.
+    soft_cap: logits become cap·tanh(logit/cap) (Gemma 2); 0: they stay as they are.
+    policy: in which format the operands of matrix products are, these and those made here.
+  """
+  B, T, N, H = q_BTNH.shape
+  K, G = k_BSKH.shape[2], N // k_BSKH.shape[2]
+  # The G heads that share keys become rows of one product: X = G·T.
+  q_BKXH = policy.cast(q_BTNH / math.sqrt(H)).transpose(0, 2, 1, 3).reshape(B, K, G * T, H)
+  k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
+  out_BKXH = _attend(q_BKXH, k_BKSH, v_BKSH, jnp.tile(first_BT, (1, G)), soft_cap, policy)
+  return out_BKXH.reshape(B, N, T, H).transpose(0, 2, 1, 3)
+
+
+def _logits(q_BKXH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
+  return jnp.matmul(q_BKXH, k_BKSH.mT, preferred_element_type=jnp.float32)
+
+
+def capped(logits: jax.Array, soft_cap: float) -> jax.Array:
+  """Returns cap·tanh(logit/cap), which stays below the cap; 0: the logits as they are."""
+  return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
+
+
+def _masked(logits_BKXS: jax.Array, first_BX: jax.Array) -> jax.Array:
+  S = logits_BKXS.shape[-1]
+  keys_S, last_X = jnp.arange(S), jnp.arange(first_BX.shape[1]) % S
+  causal_XS = keys_S[None, :] <= last_X[:, None]
+  seen_BXS = causal_XS[None] & (keys_S[None, None, :] >= first_BX[:, :, None])
+  return jnp.where(seen_BXS[:, None], logits_BKXS, jnp.finfo(jnp.float32).min)
+
+
+def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap, policy):
+  logits_BKXS = _masked(capped(_logits(q_BKXH, k_BKSH), soft_cap), first_BX)
+  max_BKX1 = logits_BKXS.max(-1, keepdims=True)
+  exp_BKXS = jnp.exp(logits_BKXS - max_BKX1)
+  sum_BKX1 = exp_BKXS.sum(-1, keepdims=True)
+  # Divided after the product: fewer divisions, and the largest weight is exactly 1 in bfloat16.
+  exp_BKXS = policy.rounded(exp_BKXS)
+  mixed_BKXH = jnp.matmul(exp_BKXS, v_BKSH, preferred_element_type=jnp.float32)
+  out_BKXH = policy.rounded(mixed_BKXH / sum_BKX1)
+  return out_BKXH, (q_BKXH, k_BKSH, v_BKSH, first_BX, out_BKXH, max_BKX1 + jnp.log(sum_BKX1))
+
+
+def _backward(soft_cap, policy, kept, d_out_BKXH):
+  q_BKXH, k_BKSH, v_BKSH, first_BX, out_BKXH, log_sum_BKX1 = kept
+  f32 = jnp.float32
+  capped_BKXS = capped(_logits(q_BKXH, k_BKSH), soft_cap)
+  weights_BKXS = jnp.exp(_masked(capped_BKXS, first_BX) - log_sum_BKX1)
+  d_v_BKSH = jnp.matmul(policy.rounded(weights_BKXS).mT, d_out_BKXH)
+  d_weights_BKXS = jnp.matmul(d_out_BKXH, v_BKSH.mT, preferred_element_type=f32)
+  # Σ_s weight · d_weight, without another pass over (X, S).
+  shift_BKX1 = (d_out_BKXH.astype(f32) * out_BKXH.astype(f32)).sum(-1, keepdims=True)
+  d_logits_BKXS = weights_BKXS * (d_weights_BKXS - shift_BKX1)
+  if soft_cap:
+    # The slope of the tanh; of logits before the mask, whose least number has no square.
+    d_logits_BKXS = d_logits_BKXS * (1 - (capped_BKXS / soft_cap) ** 2)
+  d_logits_BKXS = policy.rounded(d_logits_BKXS)
+  d_q_BKXH = jnp.matmul(d_logits_BKXS, k_BKSH)
+  d_k_BKSH = jnp.matmul(d_logits_BKXS.mT, q_BKXH)
+  return d_q_BKXH, d_k_BKSH, d_v_BKSH, None
+
+
+_attend = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(4, 5))
+_attend.defvjp(_forward, _backward)
+
 
 _AXES = ("batch", "kv_heads", "length", "head_dim")
 

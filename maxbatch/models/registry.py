@@ -26,11 +26,9 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, sharding
 from maxbatch.models import transformer
 from maxbatch.models.cache import Cache, Decode
-from maxbatch.models.layers import Norm, Parameter
-from maxbatch.models.lora import add_adapters
-from maxbatch.models.outputs import Outputs, outputs_of
+from maxbatch.models.layers import Norm, Outputs, Parameter, outputs_of
+from maxbatch.models.lora import ADAPTER, Path, add_adapters, frozen_paths
 from maxbatch.models.probes import Probe, TiedProbe, exponent_probe, probe_of
-from maxbatch.models.trainable import ADAPTER, Path, frozen_paths
 from maxbatch.precision.policy import PLAIN, Policy
 
 Parameters = dict[str, Any]

@@ -24,8 +24,18 @@ from maxbatch.models.attention import (
   next_token_contexts,
 )
 from maxbatch.models.cache import Cache, Decode, KeysValues, LayerCache, empty_cache
-from maxbatch.models.layers import FeedForward, Norm, dropout, fold, parameter
-from maxbatch.models.outputs import Outputs, hidden_of, outputs_of, over_layers, with_sums
+from maxbatch.models.layers import (
+  FeedForward,
+  Norm,
+  Outputs,
+  dropout,
+  fold,
+  hidden_of,
+  outputs_of,
+  over_layers,
+  parameter,
+  with_sums,
+)
 from maxbatch.models.probes import (
   Probe,
   TiedProbe,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxbatch.batch.supervised import is_rl
+from maxbatch.batch.from_config import is_rl
 from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import text

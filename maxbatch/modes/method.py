@@ -6,15 +6,14 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from maxbatch.batch.from_config import follows_noise_scale
-from maxbatch.batch.resume import resumed_plan
+from maxbatch.batch.from_config import follows_noise_scale, resumed_plan
 from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.compile.compile_step import Sampler
 from maxbatch.config.schema import Config
 from maxbatch.core.phases import Position
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
-from maxbatch.data.dataset import Dataset
+from maxbatch.data.rows import Dataset
 from maxbatch.hardware.devices import Target
 from maxbatch.models.registry import Model
 from maxbatch.modes.initialization import Initialization
@@ -24,7 +23,7 @@ from maxbatch.training.noise_run import Meter
 from maxbatch.training.objective import Loss
 from maxbatch.training.step import Trainer
 from maxbatch.tuning.candidates import Candidate
-from maxbatch.tuning.prober import Prober
+from maxbatch.tuning.search import Prober
 
 _ORIGIN = Position(0, 0)
 

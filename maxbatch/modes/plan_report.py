@@ -9,7 +9,7 @@ from maxbatch.batch.host_loads import HostLoad
 from maxbatch.batch.learning_rate import LearningRate
 from maxbatch.batch.limits import limits
 from maxbatch.batch.rl_plan import RLPlan
-from maxbatch.command_line.table import Table, section
+from maxbatch.command_line.screen import Table, section
 from maxbatch.core.keys import counted, text
 from maxbatch.core.phases import Phase
 from maxbatch.core.plan import BatchPlan, Position

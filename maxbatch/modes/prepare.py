@@ -15,7 +15,7 @@ from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted
 from maxbatch.core.phases import Position
 from maxbatch.core.plan import BatchPlan
-from maxbatch.data.dataset import Dataset
+from maxbatch.data.rows import Dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import one_process_at_a_time, sync_errors
 from maxbatch.hardware.connections import connect

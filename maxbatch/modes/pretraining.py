@@ -1,39 +1,43 @@
-"""Training on text: from what its keys leave open to a run with everything chosen and planned."""
+"""Training on text: from what its keys leave open to a run with everything chosen and planned.
+
+The noise scale's part in a run, made ready from the configuration.
+"""
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.from_config import follows_noise_scale, keep_batch, plan_batches
+from maxbatch.batch.host_loads import check_loads
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.loads import check_loads
-from maxbatch.batch.resume import keep_batch
 from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.find import newest_record
 from maxbatch.checkpoints.record import changed_settings, settings
+from maxbatch.compile.step_file import step_compiler
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted, text
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
-from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.input_report import input_report
 from maxbatch.data.registry import build_dataset, check_epochs
+from maxbatch.data.rows import Dataset, RowSource
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
-from maxbatch.hardware.devices import Target
+from maxbatch.hardware.devices import Device, Target
 from maxbatch.hardware.sharding import num_processes
 from maxbatch.metrics_writers.registry import chosen_writers
 from maxbatch.models.registry import Model, build_model
 from maxbatch.modes.method import Passed, Purpose, ResolvedRun
-from maxbatch.modes.noise import calibrates
-from maxbatch.noise.requirements import check_noise
+from maxbatch.noise.controller import Steering, check_noise, measures_noise
 from maxbatch.run_folder.paths import RunFolder, remembered_choices
+from maxbatch.training.build import build_trainer
 from maxbatch.training.job import Job
-from maxbatch.training.noise_meter import NoiseMeter
+from maxbatch.training.noise_run import Meter, Noise, NoiseMeter, StepPrograms
 from maxbatch.training.objective import TEXT
 from maxbatch.training.step import Trainer
 from maxbatch.tuning.candidates import (
@@ -51,7 +55,51 @@ from maxbatch.tuning.pipeline_microbatches import (
   PipelineMicrobatchProber,
   choose_num_pipeline_microbatches,
 )
-from maxbatch.tuning.prober import Prober
+from maxbatch.tuning.search import Prober
+
+
+def make_noise(
+  config: Config, plan: BatchPlan, make_meter: Callable[[], Meter], folder: pathlib.Path
+) -> Noise | None:
+  """Returns what measures, and steers if it is to; None for a run without either.
+
+  Args:
+    config: the run.
+    plan: its plan from the very beginning.
+    make_meter: makes what measures.
+    folder: where decisions are written.
+  """
+  if not measures_noise(config.noise):
+    return None
+  steering = None
+  if follows_noise_scale(config.batch):
+    steering = Steering(config.noise, plan, _warmup_samples(config, plan))
+  return Noise(make_meter(), None, config.noise.gns_report_every, steering, folder)
+
+
+def calibration_programs(
+  config: Config, plan: BatchPlan, devices: Sequence[Device], source: RowSource
+) -> contextlib.AbstractContextManager[StepPrograms | None]:
+  """Returns the steps that measure all layers, compiled when first called for; None if there are
+  none."""
+  if not calibrates(config):
+    return contextlib.nullcontext()
+  ordinary = dataclasses.replace(config.compile, compiled_step="", save_compiled_step="")
+  noise = dataclasses.replace(config.noise, gns="all")
+  config = dataclasses.replace(config, noise=noise, compile=ordinary)
+  trainer = build_trainer(config, plan, devices)
+  return StepPrograms(step_compiler(config, plan, trainer, source), plan.micro_batches)
+
+
+def calibrates(config: Config) -> bool:
+  """Returns whether some steps measure all layers, to tell what the norms' mean."""
+  return config.noise.gns == "norm" and config.noise.gns_calibrate_every > 0
+
+
+def _warmup_samples(config: Config, plan: BatchPlan) -> int:
+  unit = config.run.schedule_unit
+  warmup = learning_rate(config.optimizer, plan, unit).warmup
+  return -int(-warmup // (plan.max_target_length if unit == "tokens" else 1))
 
 
 @dataclasses.dataclass(frozen=True)

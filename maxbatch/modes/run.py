@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import yaml
 
+from maxbatch.batch.host_loads import check_loads
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.loads import check_loads
 from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
 from maxbatch.checkpoints.record import identity, settings
 from maxbatch.command_line.screen import for_screen
@@ -22,8 +22,8 @@ from maxbatch.config.schema import Config
 from maxbatch.conversion.source import FROZEN
 from maxbatch.core.phases import Position
 from maxbatch.core.plan import BatchPlan
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.mixture import MixedRows
+from maxbatch.data.rows import Dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import check_shared, sync_errors, write_shared_file
 from maxbatch.hardware.devices import find_devices
@@ -35,9 +35,8 @@ from maxbatch.modes.initialization import (
   resumed_state,
 )
 from maxbatch.modes.method import Method, Purpose, ResolvedRun
-from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.prepare import Prepared, check_replaces_nothing, prepare
-from maxbatch.modes.pretraining import PRETRAINING
+from maxbatch.modes.pretraining import PRETRAINING, calibration_programs, make_noise
 from maxbatch.modes.run_log import RunLog, open_run_log, precision_report, write_profile
 from maxbatch.modes.start import started
 from maxbatch.modes.summary import (
@@ -46,9 +45,8 @@ from maxbatch.modes.summary import (
   show_sample,
   sum_up,
 )
-from maxbatch.run_folder.events import COMPILED
-from maxbatch.run_folder.lock import locked
-from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, Record
+from maxbatch.run_folder.atomic import locked
+from maxbatch.run_folder.metrics import COMPILED, MetricsLog, NoMetricsLog, Record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
@@ -60,11 +58,9 @@ from maxbatch.training.build import (
   train_rows,
 )
 from maxbatch.training.evaluation import EvalStep
-from maxbatch.training.job import RECORD, Evaluation, Job, Outputs
+from maxbatch.training.job import RECORD, Evaluation, Job, Outputs, Profiler
 from maxbatch.training.loop import first_record, show_text, train
-from maxbatch.training.noise_run import Noise
-from maxbatch.training.profiling import Profiler
-from maxbatch.training.programs import StepPrograms
+from maxbatch.training.noise_run import Noise, StepPrograms
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 

@@ -1,37 +1,201 @@
-"""What a run writes of itself beside its metrics: events, the page for people, reports that keys ask for."""
+"""What a run writes of itself beside its metrics: events, the page for people, reports that keys ask for.
 
+For a precision report these are the exponents of weights, activations and gradients of one microbatch.
+
+B rows, T tokens, L layers, N bins.
+
+Of a trace of steps it is the longest operations, and the time of each part of the model. The trace names operations as the compiled program does, whose text says to which part of the model
+each belongs. Loops and branches are left out: their time is that of the operations inside.
+"""
+
+import collections
 import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
 
-from maxbatch.compile.profile import StepProfile, step_profile
 from maxbatch.compile.step_identity import library_versions
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import Position
 from maxbatch.data.rows import Rows
 from maxbatch.errors import TrainingDivergedError
+from maxbatch.estimate import hlo
+from maxbatch.estimate.costs import OTHER, program_costs
 from maxbatch.hardware.agreement import write_shared_file
 from maxbatch.hardware.devices import Device, describe_devices
-from maxbatch.models.registry import Parameters
-from maxbatch.precision.report import report_text, report_values
+from maxbatch.hardware.sharding import replicated
+from maxbatch.models.probes import EXPONENT_KINDS, NUM_BINS, histograms
+from maxbatch.models.registry import Model, Parameters, build_model, by_path
+from maxbatch.precision.report import (
+  ACTIVATIONS,
+  ACTIVATIONS_GRADIENTS,
+  GRADIENTS,
+  WEIGHTS,
+  Exponents,
+  report_text,
+  report_values,
+)
 from maxbatch.run_folder.atomic import write_run_file
-from maxbatch.run_folder.events import END, NOTICE, START, VERIFIED, EventLog, NoEventLog
+from maxbatch.run_folder.metrics import END, NOTICE, START, VERIFIED, EventLog, NoEventLog
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_report.background import BackgroundReport
-from maxbatch.training.exponents import exponents
-from maxbatch.training.job import Job
-from maxbatch.training.profiling import Traced
-from maxbatch.training.step import Step
+from maxbatch.training.evaluation import eval_shardings
+from maxbatch.training.job import Job, Traced
+from maxbatch.training.loss import loss_parts
+from maxbatch.training.model_parts import is_layered
+from maxbatch.training.step import Step, Trainer
+
+_NUM_LARGEST = 20
+_MODULE = re.compile(r"HloModule ([\w.\-]+)")
+_OPERATION = re.compile(r"%?([\w.\-]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """One operation of the program, in all traced steps."""
+
+  name: str
+  scope: str
+  count: float
+  """Executions in a step of one device."""
+  seconds: float
+  """Seconds of these."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProfile:
+  """Where the time of a traced step went, on the devices of this process."""
+
+  num_steps: int
+  num_devices: int
+  operations: Sequence[Operation]
+  """The longest first."""
+
+  def by_scope(self) -> dict[str, float]:
+    """Returns seconds of a step by part of the model, the longest first."""
+    results = collections.defaultdict[str, float](float)
+    for one in self.operations:
+      results[one.scope] += one.seconds
+    return dict(_descending(results))
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns plain values."""
+    return {
+      "steps": self.num_steps,
+      "devices": self.num_devices,
+      "seconds_by_scope": self.by_scope(),
+      "largest": [dataclasses.asdict(one) for one in self.operations[:_NUM_LARGEST]],
+    }
+
+
+def step_profile(folder: Path, text: str, num_steps: int) -> StepProfile | None:
+  """Reads the latest trace in a folder; None if it has no operation of the program.
+
+  Args:
+    folder: where jax's profiler has written.
+  """
+  scopes = {one.name: one.scope or OTHER for one in program_costs(hlo.parse(text))}
+  module = _MODULE.match(text)
+  seconds, counts = collections.defaultdict[str, float](float), collections.Counter[str]()
+  devices = set[object]()
+  for name, duration, device in _events(folder, module[1] if module else ""):
+    if name in scopes:
+      seconds[name] += duration
+      counts[name] += 1
+      devices.add(device)
+  if not devices:
+    return None
+  each = num_steps * len(devices)
+  operations = [
+    Operation(name, scopes[name], counts[name] / each, total / each)
+    for name, total in _descending(seconds)
+  ]
+  return StepProfile(num_steps, len(devices), operations)
+
+
+def _descending(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+  return sorted(seconds.items(), key=lambda pair: -pair[1])
+
+
+def _events(folder: Path, module: str) -> Iterator[tuple[str, float, object]]:
+  """Yields name, seconds and device of every operation executed in a program of this name."""
+  files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+  if not files:
+    return
+  for plane in jax.profiler.ProfileData.from_file(str(files[-1])).planes:
+    is_device = plane.name.startswith("/device:")
+    for line in plane.lines:
+      if is_device and "Ops" not in line.name:
+        continue
+      for event in line.events:
+        stats = dict(event.stats)
+        name = _OPERATION.match(str(stats.get("hlo_op", event.name if is_device else "")))
+        if name and str(stats.get("hlo_module", module)).startswith(module):
+          device = stats.get("device_ordinal", plane.name)
+          yield name[1], event.duration_ns / 1e9, device
+
+
+def exponents(trainer: Trainer, parameters: Parameters, rows: Rows) -> list[Exponents]:
+  """Returns what a backward pass in float32 through a microbatch (B, T) meets, by tensor and layer.
+
+  All processes must call it, with layers in the model's order. What the trainer's model computes in does
+  not matter.
+  """
+  config, length = trainer.model.config, rows.inputs.shape[1]
+  model = build_model(config, length, "exponents", trainer.model.trainable)
+
+  def counted(parameters: Parameters, rows: Rows) -> tuple[Parameters, Parameters, Parameters]:
+    def loss(parameters: Parameters, probes: Parameters) -> jax.Array:
+      return loss_parts(model, parameters, rows, trainer.dropout_key, probes).loss.sum()
+
+    with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+      probes = model.probes(EXPONENT_KINDS, NUM_BINS)
+      gradients, counts = jax.grad(loss, (0, 1))(parameters, probes)
+      layered = by_path(lambda path, _: is_layered(model, path), parameters)
+      return counts, histograms(parameters, layered), histograms(gradients, layered)
+
+  rows = rows._replace(checksums=None)
+  function = jax.jit(
+    counted,
+    in_shardings=(None, eval_shardings(rows, trainer.mesh)),
+    out_shardings=replicated(trainer.mesh),
+  )
+  return list(_listed(model, *jax.device_get(function(parameters, rows))))
+
+
+def _listed(
+  model: Model, counts: Parameters, weights: Parameters, gradients: Parameters
+) -> Iterator[Exponents]:
+  for path, both in _flat(counts).items():
+    for kind, index in ((ACTIVATIONS, 0), (ACTIVATIONS_GRADIENTS, 1)):
+      yield from _by_layer(kind, path[:-1], np.moveaxis(both, -2, 0)[index])
+  for kind, tree in ((WEIGHTS, weights), (GRADIENTS, gradients)):
+    for path, result in _flat(tree).items():
+      yield from _by_layer(kind, path, result)
+
+
+def _flat(tree: Parameters) -> dict[tuple[str, ...], np.ndarray]:
+  return cast(dict[tuple[str, ...], np.ndarray], flatten_dict(tree))
+
+
+def _by_layer(kind: str, path: tuple[str, ...], counts: np.ndarray) -> Iterator[Exponents]:
+  name = "/".join(path) or "embedding"
+  if counts.ndim == 1:
+    yield Exponents(kind, name, None, counts)
+  else:
+    yield from (Exponents(kind, name, layer, each) for layer, each in enumerate(counts))
 
 
 @dataclasses.dataclass

@@ -3,34 +3,113 @@
 A process with another key, another checkout or another library compiles another program, and all of
 them would wait for each other in the first collective that only some of them reach; with other data
 they would train on what nobody asked for. So what decides is compared before anything else is done.
+
+Each of several processes has a log; the first alone speaks.
 """
 
 import contextlib
+import datetime
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import os
 import platform
 import re
+import socket
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 import jax
 
-import maxbatch
 from maxbatch.compile.step_identity import compiler_environment, library_versions
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
-from maxbatch.data.dataset import Dataset
-from maxbatch.errors import UserError
+from maxbatch.data.rows import Dataset
+from maxbatch.errors import ProcessFailedError, TrainingDivergedError, UserError
 from maxbatch.hardware.agreement import check_alike, gather, shared_error
 from maxbatch.hardware.connections import connect_processes
 from maxbatch.hardware.devices import idle_accelerators, start_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.run_folder.paths import RunFolder
-from maxbatch.run_folder.process_log import process_log
+
+
+@contextlib.contextmanager
+def process_log(path: Path, *, speaks: bool) -> Iterator[None]:
+  """Copies what this process prints inside this context to the file at `path`, and at the end what
+  ended it.
+
+  So is what libraries write past Python: a line of each of a thousand processes hides all others.
+
+  Args:
+    speaks: whether the lines are shown too; and what libraries write to standard error.
+  """
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+  except OSError:
+    yield  # The first process says what cannot be written in the run's folder.
+    return
+  shown = sys.stdout, sys.stderr
+  now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+  _append(log, f"--- process {os.getpid()} on {socket.gethostname()}, {now}\n")
+  sys.stdout, sys.stderr = (_Logged(log, stream if speaks else None) for stream in shown)
+  kept = {number: os.dup(number) for number in ([1] if speaks else [1, 2])}
+  for number in kept:
+    os.dup2(log, number)
+  try:
+    yield
+  except BaseException as error:
+    _append(log, _last_words(error))
+    raise
+  finally:
+    for number, before in kept.items():
+      os.dup2(before, number)
+      os.close(before)
+    sys.stdout, sys.stderr = shown
+    os.close(log)
+
+
+class _Logged(io.TextIOBase):
+  """A stream whose lines are in a file too; but not a live line, which is drawn again and again."""
+
+  def __init__(self, log: int, shown: TextIO | None) -> None:
+    self._log, self._shown = log, shown
+
+  def write(self, text: str, /) -> int:
+    if self._shown is not None:
+      self._shown.write(text)
+    if "\r" not in text:
+      _append(self._log, text)
+    return len(text)
+
+  def flush(self) -> None:
+    if self._shown is not None:
+      self._shown.flush()
+
+  def isatty(self) -> bool:
+    return self._shown is not None and self._shown.isatty()
+
+  def fileno(self) -> int:
+    return self._shown.fileno() if self._shown is not None else self._log
+
+
+def _append(log: int, text: str) -> None:
+  with contextlib.suppress(OSError):
+    os.write(log, text.encode(errors="replace"))
+
+
+def _last_words(error: BaseException) -> str:
+  if isinstance(error, ProcessFailedError):
+    return ""  # It has been said.
+  if isinstance(error, UserError | TrainingDivergedError):
+    return f"error: {error}\n"
+  return "".join(traceback.format_exception(error))
+
 
 _OF_EACH = ("coordinator_address", "process_id")
 """Keys in which processes may differ."""
@@ -96,7 +175,7 @@ def _installation() -> dict[str, object]:
   """Returns Python, packages, what the environment tells the compiler, and a hash of each of our
   files."""
   versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
-  package = Path(maxbatch.__file__).parent
+  package = Path(__file__).parents[1]
   sources = {
     f"maxbatch/{path.relative_to(package)}": _hash(path) for path in sorted(package.rglob("*.py"))
   }

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from maxbatch.core.confidence import Interval
 from maxbatch.core.noise_scale import Estimate
-from maxbatch.noise.advice import percent, place, shown, unknown
-from maxbatch.noise.cost import cost
+from maxbatch.noise.advice import cost, percent, place, shown, unknown
 from maxbatch.noise.prompts import within_at
 
 _CAVEAT = "a heuristic (McCandlish et al. 2018)"

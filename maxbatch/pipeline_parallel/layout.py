@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.config.load import Keys, assigned, suggested_fixes
 from maxbatch.config.schema import Config, PipelineConfig
-from maxbatch.config.suggestions import Keys, assigned, suggested_fixes
 from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.solve import divisors, nearest_divisors, nearest_multiples, samples_per_group

@@ -3,17 +3,16 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from maxbatch.command_line.table import Table, section
+from maxbatch.command_line.screen import Table, section
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.cost import bubble, imbalance, percent, predicted_bubble
 from maxbatch.pipeline_parallel.drawings import text_diagram
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named
 from maxbatch.pipeline_parallel.simulator import Outcome
-from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.pipeline_parallel.sizes import Pipeline, bubble, imbalance, percent, predicted_bubble
 from maxbatch.pipeline_parallel.timetable import Timetable
 from maxbatch.precision.formats import compute_format
 

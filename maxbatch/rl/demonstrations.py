@@ -13,7 +13,7 @@ from maxbatch.batch.rl_sizes import warm_start_batch
 from maxbatch.checkpoints.find import newest_record
 from maxbatch.config.schema import Config, DataConfig
 from maxbatch.core.topology import Topology
-from maxbatch.data.dataset import Arrays, Dataset
+from maxbatch.data.rows import Arrays, Dataset
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all

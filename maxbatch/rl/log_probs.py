@@ -13,7 +13,7 @@ import numpy as np
 from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain, over_rows
-from maxbatch.models.outputs import outputs_of
+from maxbatch.models.layers import outputs_of
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.sampling.choice import unpacked
 from maxbatch.training.tiles import cut_tokens, num_tiles, scan_tiles
@@ -32,7 +32,7 @@ class LogProbs(NamedTuple):
 
 
 class RowLogProbs(NamedTuple):
-  """Log-probabilities of rows, and what the model itself hands out (models/outputs.py)."""
+  """Log-probabilities of rows, and what the model itself hands out (models/layers.py)."""
 
   log_probs: LogProbs
   terms: Terms

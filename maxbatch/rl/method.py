@@ -16,7 +16,7 @@ from maxbatch.core.keys import counted
 from maxbatch.core.phases import Position
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
-from maxbatch.data.dataset import Dataset
+from maxbatch.data.rows import Dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import one_process_at_a_time, write_shared_file
 from maxbatch.hardware.devices import Device, Target, describe_devices

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from maxbatch.config.find import shown
 from maxbatch.config.schema import Config, DataConfig
-from maxbatch.config.yaml_file import shown
 from maxbatch.data import file_datasets
 from maxbatch.data.formats.format import Bad, Record, text_of
-from maxbatch.data.formats.registry import FORMATS
 from maxbatch.data.object_store import is_url
+from maxbatch.data.record_files import FORMATS
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.sources import SourceFile, Sources
 from maxbatch.data.tokenize import check_unchanged, too_many

@@ -3,12 +3,11 @@
 import functools
 from collections.abc import Iterable
 
+from maxbatch.batch.from_config import is_rl
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.rl_sizes import halving_micro_batch_sizes
-from maxbatch.batch.supervised import is_rl
-from maxbatch.config.load import load_config, to_flat_dict
+from maxbatch.config.load import assigned, load_config, to_flat_dict
 from maxbatch.config.schema import Config, NoiseConfig, RLConfig
-from maxbatch.config.suggestions import assigned
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import check_unused_keys
 from maxbatch.rl.rewards import check_rewards

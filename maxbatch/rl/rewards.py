@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from maxbatch.config.find import shown
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import RLConfig
-from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import check_none_failed
 from maxbatch.hardware.coordinator import Exchange

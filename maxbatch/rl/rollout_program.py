@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.batch.rl_plan import RLPlan
-from maxbatch.command_line.table import figure, section
+from maxbatch.command_line.screen import figure, section
 from maxbatch.compile.program import ProgramMemory, compiled, held_bytes, memory_of
 from maxbatch.compile.report import memory_figures
 from maxbatch.compile.traced_flops import StepFlops, step_flops

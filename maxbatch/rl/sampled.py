@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
+from maxbatch.config.find import shown
 from maxbatch.config.schema import Config
-from maxbatch.config.yaml_file import shown
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import TrainingDivergedError, UserError

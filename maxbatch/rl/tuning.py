@@ -14,8 +14,7 @@ from maxbatch.rl.candidates import rl_sizes_of
 from maxbatch.rl.rollout_program import RolloutCompiler, RolloutPlace
 from maxbatch.rl.trainer import build_policy_trainer
 from maxbatch.tuning.microbatch_size import choose_from, chooses, what_it_depends_on
-from maxbatch.tuning.prober import Prober
-from maxbatch.tuning.search import ProbeSize
+from maxbatch.tuning.search import Prober, ProbeSize
 
 
 def choose_rl(

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxbatch.command_line.table import Table, file_size, gib
-from maxbatch.run_folder.events import (
+from maxbatch.command_line.screen import Table, file_size, gib
+from maxbatch.run_folder.history import RunHistory, span
+from maxbatch.run_folder.metrics import (
   COMPILED,
   END,
   EVALUATED,
@@ -20,7 +21,6 @@ from maxbatch.run_folder.events import (
   VERIFIED,
   Event,
 )
-from maxbatch.run_folder.history import RunHistory, span
 from maxbatch.run_folder.paths import RunFolder
 
 _RECENT = 20

@@ -7,10 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.from_config import is_rl, plan_batches, topology
 from maxbatch.batch.rl_plan import plan_rl
-from maxbatch.batch.supervised import is_rl
-from maxbatch.command_line.table import Table, gib
+from maxbatch.command_line.screen import Table, gib
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
@@ -20,8 +19,8 @@ from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.schedule import timetable
 from maxbatch.plots.chart import Bars, Chart, Panel
 from maxbatch.plots.page import rendered
-from maxbatch.run_folder.events import START
 from maxbatch.run_folder.history import RunHistory, span, status_of
+from maxbatch.run_folder.metrics import START
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_report import facts
 from maxbatch.run_report.curves import MOST_POINTS, training_chart

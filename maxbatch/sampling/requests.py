@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxbatch.config.find import shown
 from maxbatch.config.load import load_config
+from maxbatch.config.registry import library
 from maxbatch.config.schema import Config, DataConfig
-from maxbatch.config.yaml_file import shown
 from maxbatch.data.chat import Chat, build_chat
-from maxbatch.data.optional import library
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer

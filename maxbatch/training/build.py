@@ -10,18 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from maxbatch.batch.host_loads import loading_hosts
-from maxbatch.batch.loads import load_factor
+from maxbatch.batch.host_loads import load_factor, loading_hosts
 from maxbatch.batch.row_plan import Segment, dispatches
 from maxbatch.config.schema import Config, OptimizerConfig
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.core.topology import Topology
-from maxbatch.data.dataset import Dataset, RowSource, SourceRows
 from maxbatch.data.loader import ChainedLoader, EvalRows, Loader, eval_loader, train_loader
 from maxbatch.data.placement import CHECKSUMS, RowPlacement
 from maxbatch.data.reading import read_ahead
 from maxbatch.data.registry import build_tokenizer
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import Dataset, Rows, RowSource, SourceRows
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import CompilerFlags, compiler_flags
 from maxbatch.hardware.devices import Device

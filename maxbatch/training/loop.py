@@ -1,4 +1,7 @@
-"""The training loop: batch, step, metrics of the step before, now and then eval and checkpoint."""
+"""The training loop: batch, step, metrics of the step before, now and then eval and checkpoint.
+
+How long steps take.
+"""
 
 import dataclasses
 import functools
@@ -15,12 +18,10 @@ from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.loader import EvalRows
 from maxbatch.data.placement import WrongRowError
 from maxbatch.errors import RowsError, TrainingDivergedError
-from maxbatch.hardware.memory import host_peak_bytes
+from maxbatch.hardware.devices import host_peak_bytes
 from maxbatch.models.registry import Parameters
 from maxbatch.precision.loss_scale import LossScaling
-from maxbatch.run_folder.events import EVALUATED, SAVED, TEXT
-from maxbatch.run_folder.metrics import Record
-from maxbatch.training.clock import Clock
+from maxbatch.run_folder.metrics import EVALUATED, SAVED, TEXT, Record
 from maxbatch.training.job import LOSS_SCALE, RECORD, Job, StepLoader
 from maxbatch.training.loss_scaling import check_skips, scaling_record
 from maxbatch.training.metrics import by_name, token_values
@@ -29,6 +30,18 @@ from maxbatch.training.row_check import check_rows
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import StepMetrics
 from maxbatch.training.stop_flags import has_flags, stop_flags
+
+
+class Clock:
+  """Seconds between the ends of consecutive steps."""
+
+  def __init__(self) -> None:
+    self._last = time.perf_counter()
+
+  def lap(self) -> float:
+    """Returns the seconds since the clock was made or last asked."""
+    last, self._last = self._last, time.perf_counter()
+    return self._last - last
 
 
 @dataclasses.dataclass(frozen=True)

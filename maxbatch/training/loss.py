@@ -18,7 +18,7 @@ from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain, over_rows
 from maxbatch.models.forms import barrier_gradients
-from maxbatch.models.outputs import outputs_of
+from maxbatch.models.layers import outputs_of
 from maxbatch.models.probes import TiedProbe, row_squares
 from maxbatch.models.registry import MeasuredModel, Model, Parameters
 from maxbatch.precision.policy import PLAIN, Policy

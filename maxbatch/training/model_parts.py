@@ -20,12 +20,12 @@ from jax.core import Tracer
 from maxbatch.core.rows import sample_keys
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.models.outputs import Outputs, outputs_of, whole_sums
+from maxbatch.models.layers import Outputs, outputs_of, whole_sums
 from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.loss import LossSums, cross_entropy_parts, loss_options
 from maxbatch.training.metrics import NO_METRICS, Metrics
-from maxbatch.training.optimizer_sharding import parameter_of
+from maxbatch.training.optimizer import parameter_of
 
 FlatParams = dict[tuple[str, ...], jax.Array]
 """Parameters, or an array for each of them (gradients, sums), by path."""

@@ -1,22 +1,70 @@
-"""The noise scale in a run: which program a step takes, what is reported, what is decided."""
+"""The noise scale in a run: which program a step takes, what is measured, reported and decided.
+
+Moments are those of every group of parameters: the whole model, a type of layer (norm, attention,
+mlp, embedding, head) or one layer of the stack. Squared norms are summed over a group's parameters
+before moments are formed.
+
+A step's gradient is Σ s_b / W: s_b is the gradient of row b's summed loss, W the step's tokens.
+"""
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, Self
 
 import jax
+import numpy as np
 
-from maxbatch.batch.resume import check_can_continue
-from maxbatch.core.noise_scale import Estimate
+from maxbatch.batch.from_config import check_can_continue
+from maxbatch.config.schema import NoiseConfig
+from maxbatch.core.noise_moments import Moments, moments
+from maxbatch.core.noise_scale import TOTAL, Estimate
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.hardware.agreement import sync_errors
-from maxbatch.models.registry import Model
+from maxbatch.models.registry import Model, Probed
+from maxbatch.noise.advice import advice
 from maxbatch.noise.controller import Steering
+from maxbatch.noise.tracker import NORM, NoiseTracker
 from maxbatch.run_folder.metrics import Record
-from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import TrainState, measured_by
-from maxbatch.training.step import StepMetrics
+from maxbatch.training.step import Step, StepMetrics
+
+
+class StepPrograms:
+  """Compiled steps by microbatch size; a context manager."""
+
+  def __init__(self, compile_for: Callable[[int], Step], micro_batches: Sequence[int]):
+    """Takes the shapes of `micro_batches` in the order in which the run first meets them."""
+    self._compile_for, self._order = compile_for, list(micro_batches)
+    self._pool = ThreadPoolExecutor(1, thread_name_prefix="compile")
+    self._programs: dict[int, Future[Step]] = {}
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    # A compilation under way cannot be stopped; it is waited for unless a person is in a hurry.
+    hurried = kind is not None and issubclass(kind, KeyboardInterrupt)
+    self._pool.shutdown(wait=not hurried, cancel_futures=True)
+
+  def __call__(self, micro_batch: int) -> Step:
+    """Returns the step for this microbatch; begins to compile the one that comes after it."""
+    program = self._program(micro_batch)
+    step = program.result()
+    after = self._order.index(micro_batch) + 1
+    if after < len(self._order):
+      self._program(self._order[after])
+    return step
+
+  def all(self) -> dict[int, Step]:
+    """Returns every step of the run by microbatch, once all are compiled."""
+    return {size: self._program(size).result() for size in self._order}
+
+  def _program(self, micro_batch: int) -> Future[Step]:
+    if micro_batch not in self._programs:
+      self._programs[micro_batch] = self._pool.submit(self._compile_for, micro_batch)
+    return self._programs[micro_batch]
 
 
 class Meter(Protocol):
@@ -139,3 +187,177 @@ def decided(
     f"step {position.step}: the batch {verb} from {before:,} to {decision.batch:,}: {decision.reason}"
   )
   return plan if steering.is_dry else plan.with_batch_from(position, decision.batch)
+
+
+FROM_MICROBATCHES = "from_microbatches"
+TYPES = (NORM, "attention", "mlp", "embedding", "head")
+
+
+def type_of(path: Sequence[str]) -> str:
+  """Returns the type of the layer whose probe has this path; of one that is none of TYPES its own name."""
+  words = "/".join(path)
+  for name, marks in {NORM: (NORM,), "attention": ("attention",), "mlp": ("mlp",)}.items():
+    if any(mark in words for mark in marks):
+      return name
+  if "head" in words:
+    return "head"
+  if "embedding" in words or "position" in words:
+    return "embedding"
+  return path[-2] if len(path) > 1 else path[-1].removesuffix("_probe")
+
+
+def moments_by_group(
+  probed: Sequence[Probed],
+  measured: StepMetrics,
+  *,
+  every_layer: bool,
+) -> dict[str, Moments | None]:
+  """Returns the moments of each group that this step measured.
+
+  Args:
+    probed: the probes of the model that the step ran.
+    measured: what the step reported, on the host.
+    every_layer: whether all layers have probes, or the normalization layers alone.
+  """
+  noise = measured.noise
+  if noise is None:
+    return {}
+  rows, weight_squared = int(noise.rows), max(float(measured.weight), 1.0) ** 2
+  share = float(noise.row_tokens_squared) / weight_squared
+  results: dict[str, Moments | None] = {}
+  for name, (of_rows, of_step) in _summed(probed, measured, every_layer).items():
+    results[name] = moments(rows, share, of_rows / weight_squared, of_step / weight_squared)
+  if noise.squares is not None and float(noise.squares.of_microbatches) > 0:
+    share = float(noise.squares.divisors) / weight_squared
+    small = float(noise.squares.of_microbatches) / weight_squared
+    results[FROM_MICROBATCHES] = moments(rows, share, small, float(measured.grad_norm) ** 2)
+  return results
+
+
+def _summed(
+  probed: Sequence[Probed], measured: StepMetrics, every_layer: bool
+) -> Mapping[str, np.ndarray]:
+  """Sums squared norms over the parameters of each group: [rows, step] in float64."""
+  assert measured.noise is not None
+  leaves = (jax.tree.leaves(tree) for tree in (measured.noise.of_rows, measured.of_step))
+  sums: dict[str, Any] = {}
+  for probe, of_rows, of_step in zip(probed, *leaves, strict=True):
+    both = np.stack([np.asarray(of_rows, np.float64), np.asarray(of_step, np.float64)])
+    for name, share in _shares(probe, both, every_layer):
+      sums[name] = sums.get(name, 0.0) + share
+  return sums
+
+
+def _shares(probe: Probed, both: np.ndarray, every_layer: bool) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields the groups that a probe belongs to, each with its part of [rows, step]."""
+  whole = both.reshape(2, -1).sum(1)
+  yield type_of(probe.path), whole
+  if every_layer:
+    yield TOTAL, whole
+  prefix = "layer" if every_layer else "norm_of_layer"
+  for index in range(probe.num_layers):
+    yield f"{prefix}/{index}", both[:, index]
+
+
+_RAW = (TOTAL, *TYPES, FROM_MICROBATCHES)
+"""Groups of which a record has the step's own moments too."""
+
+
+class NoiseMeter:
+  """Takes in each step's metrics, in order."""
+
+  def __init__(self, config: NoiseConfig, model: Model, calibrating: Model | None):
+    """Makes a meter that has seen nothing.
+
+    Args:
+      config: windows and intervals.
+      model: the model of ordinary steps.
+      calibrating: the model of calibration steps, if there are any.
+    """
+    self._gns, self._every = config.gns, config.gns_calibrate_every
+    self._models = {False: model, True: calibrating or model}
+    self._calibrates = calibrating is not None
+    self._tracker = NoiseTracker(config.gns_window_steps)
+    self._tokens_per_sample = 0.0
+
+  def is_calibration(self, step: int) -> bool:
+    """Returns whether the update after `step` others measures all layers, to calibrate what the
+    norms measure."""
+    return self._calibrates and (step + 1) % self._every == 0
+
+  def model_at(self, step: int) -> Model:
+    """Returns the model that the update after `step` others runs."""
+    return self._models[self.is_calibration(step)]
+
+  def observe(self, step: int, metrics: StepMetrics) -> Record:
+    """Returns what the update after `step` others adds to its record; `metrics` are on the host."""
+    if metrics.noise is None or metrics.weight == 0:
+      return {}
+    model = self.model_at(step)
+    measured = moments_by_group(
+      model.probed(),
+      metrics,
+      every_layer=self._gns == "all" or self.is_calibration(step),
+    )
+    self._tracker.add(measured)
+    self._tokens_per_sample = float(metrics.weight) / max(float(metrics.noise.rows), 1.0)
+    record: Record = {}
+    for name in _RAW:
+      result = measured.get(name)
+      if result is not None:
+        record |= {f"gns/{name}/signal": result.signal, f"gns/{name}/noise": result.noise}
+    return record | self._figures()
+
+  def total(self) -> Estimate:
+    """Returns the noise scale of the whole model, measured or predicted; else of whole
+    microbatches."""
+    result = self._tracker.predicted_total() if self._predicts else self._tracker.estimate(TOTAL)
+    if self._gns == "off":
+      return self._tracker.estimate(FROM_MICROBATCHES)
+    return result
+
+  def line(self, batch: int) -> str:
+    """Says what is known, and what it means for steps of `batch` samples."""
+    return advice(self.total(), batch, self._tokens_per_sample or 1.0, self._left_out())
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns plain JSON, from which a resumed run goes on as this one would."""
+    return {"tracker": self._tracker.as_dict(), "tokens_per_sample": self._tokens_per_sample}
+
+  def restore(self, content: Mapping[str, Any]) -> None:
+    """Takes up what `as_dict` gave; a window of another length begins anew."""
+    tracker = NoiseTracker.from_dict(content["tracker"])
+    if tracker.window_steps == self._tracker.window_steps:
+      self._tracker, self._tokens_per_sample = tracker, content["tokens_per_sample"]
+
+  @property
+  def _predicts(self) -> bool:
+    return self._gns == "norm"
+
+  def _figures(self) -> Record:
+    """Returns the scales that are known, by group, in samples; of the whole with what is known
+    about it."""
+    estimates = self._tracker.estimates()
+    record: Record = {
+      f"gns/{name}": each.scale.value for name, each in estimates.items() if each.scale
+    }
+    record.pop(f"gns/{TOTAL}", None)
+    total = self.total()
+    if total.scale is not None:
+      record["gns/total"] = total.scale.value
+      record["gns/total_tokens"] = total.scale.value * self._tokens_per_sample
+      record["gns/total_low"], record["gns/total_high"] = total.scale.low, total.scale.high
+    if total.negative_share is not None:
+      record["gns/negative_share"] = total.negative_share
+    calibration = total.calibration
+    if calibration is not None and calibration.slope is not None:
+      record["gns/slope"] = calibration.slope.value
+    return record
+
+  def _left_out(self) -> list[str]:
+    """Lists parameters that train and that no probe sees."""
+    if self._gns != "all" and not self._calibrates:
+      return []
+    model = self._models[True]
+    seen = {path for probe in model.probed() for path in probe.parameters}
+    return [".".join(path) for path in sorted(set(model.axes()) - model.frozen - seen)]

@@ -17,7 +17,7 @@ from maxbatch.core.accumulate import term_weights
 from maxbatch.core.terms import Ratio, Stats, Terms, joined, over_replicas, zeros_of
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.models.outputs import Outputs
+from maxbatch.models.layers import Outputs
 from maxbatch.models.registry import Model
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LogicalAxes, auto_axis_sizes, local_shape
-from maxbatch.models.outputs import Outputs
+from maxbatch.models.layers import Outputs
 from maxbatch.training.model_parts import FlatParams, ModelParts, split_layers, trained
 
 

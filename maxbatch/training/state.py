@@ -27,7 +27,7 @@ from maxbatch.training.objective import (
   zero_model_sums,
   zero_stats,
 )
-from maxbatch.training.optimizer_sharding import place_optimizer_state
+from maxbatch.training.optimizer import place_optimizer_state
 
 _HOST = "pinned_host"
 """jax's name for the memory of a device's host that the device can read."""
@@ -137,7 +137,7 @@ class StateParts:
 def abstract_state(parts: StateParts, mesh: Mesh, *, optimizer_on_host: bool = False) -> TrainState:
   """Returns shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
 
-  Optimizer state is divided as its parameters are (training/optimizer_sharding.py); counters and
+  Optimizer state is divided as its parameters are (training/optimizer.py); counters and
   sums are on every device. With `optimizer_on_host` the optimizer's arrays are in the memory of the
   devices' hosts.
 

@@ -33,8 +33,7 @@ from maxbatch.models.registry import Model, Parameters, Probed, by_path
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, step_arrays
 from maxbatch.precision.loss_scale import LossScaling
-from maxbatch.precision.policy import PLAIN
-from maxbatch.precision.rounding import stochastically_updated
+from maxbatch.precision.policy import PLAIN, stochastically_updated
 from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import dispatch_denominators, model_accumulate
 from maxbatch.training.loss_scaling import (

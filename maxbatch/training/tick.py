@@ -20,9 +20,8 @@ from jax import lax
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain
-from maxbatch.pipeline_parallel.cost import scope_name
 from maxbatch.pipeline_parallel.schedule import BufferLimits
-from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.pipeline_parallel.sizes import Pipeline, scope_name
 from maxbatch.pipeline_parallel.timetable_arrays import (
   PassArrays,
   StageArrays,

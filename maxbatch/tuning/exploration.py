@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from maxbatch.command_line.table import Table
+from maxbatch.command_line.screen import Table
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import text
 from maxbatch.errors import UserError

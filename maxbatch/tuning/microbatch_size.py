@@ -24,8 +24,7 @@ from maxbatch.core.keys import text
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import EXPLORE, compiler_flags
-from maxbatch.hardware.devices import Target
-from maxbatch.hardware.memory import machine_bytes
+from maxbatch.hardware.devices import Target, machine_bytes
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import (
   Candidate,

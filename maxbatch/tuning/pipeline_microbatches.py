@@ -21,9 +21,8 @@ from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.training.build import streams
 from maxbatch.tuning.microbatch_size import what_it_depends_on
 from maxbatch.tuning.pipeline_ranking import KEY, Probe, RankedStep, rank
-from maxbatch.tuning.prober import CompilingProber
 from maxbatch.tuning.remembered import Made, RememberedChoice
-from maxbatch.tuning.search import Say, agreed
+from maxbatch.tuning.search import CompilingProber, Say, agreed
 
 
 class PipelineMicrobatchProber(CompilingProber[int]):

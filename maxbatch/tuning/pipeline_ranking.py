@@ -23,9 +23,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from maxbatch.command_line.table import Table, gib
-from maxbatch.pipeline_parallel.cost import percent, predicted_bubble
-from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.command_line.screen import Table, gib
+from maxbatch.pipeline_parallel.sizes import Pipeline, percent, predicted_bubble
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.tuning.search import ProbeResult, most_probes, search
 

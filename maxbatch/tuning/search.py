@@ -3,19 +3,28 @@
 A size is never tried by running it; a probe reads what a compiler says it needs. There are two policies:
 that of micro_batch_size=auto, here, takes the largest size that fits, by bisection, unless a smaller one is
 clearly faster; that of num_pipeline_microbatches=-1 is in pipeline_ranking.py.
+
+What one size needs and takes: its program, compiled and timed, never run until memory is out.
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
 
-from maxbatch.command_line.table import GIB, gib, gib_of
+from maxbatch.command_line.screen import GIB, gib, gib_of
+from maxbatch.compile.compile_step import report_or_refusal
+from maxbatch.compile.program import DoesNotFitError, capacity_bytes
+from maxbatch.compile.report import CompileReport
+from maxbatch.config.schema import Config
 from maxbatch.core.keys import text
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
+from maxbatch.hardware.devices import Device
 from maxbatch.tuning.candidates import Candidate
 
 CLEARLY_FASTER = 0.03
@@ -233,4 +242,62 @@ def nothing_fits(smallest: Tried, suggested_fixes: str) -> str:
     f"not even micro_batch_size={smallest.size}, the smallest size allowed, fits: "
     f"{smallest.candidate.words} in a microbatch needs {probe.memory}; {suggested_fixes}, or device_memory_gb={enough} if the "
     "devices have that much"
+  )
+
+
+class CompilingProber(abc.ABC, Generic[Size]):
+  """Called with a size; keeps the reports of those that fit."""
+
+  def __init__(self, config: Config, devices: Sequence[Device], layout: Topology):
+    self._config, self._devices, self._layout = config, devices, layout
+    self.reports: dict[Size, CompileReport] = {}
+
+  def __call__(self, size: Size) -> ProbeResult:
+    """Compiles this size; measures or estimates it if it fits.
+
+    Raises:
+      UserError: a device's memory is not known.
+    """
+    config = self._with(size)
+    try:
+      report = self._compiled(config)
+    except DoesNotFitError as error:
+      capacity = capacity_bytes(self._devices, config.compile.device_memory_gb)
+      return ProbeResult(max(error.needed_bytes, capacity + 1), capacity, fits=False)
+    if report.fits:
+      self.reports[size] = report
+    return _as_probe(report)
+
+  @abc.abstractmethod
+  def _with(self, size: Size) -> Config:
+    """Returns the configuration with the choice made."""
+
+  def _compiled(self, config: Config) -> CompileReport:
+    return report_or_refusal(config, self._devices, self._layout)
+
+
+class Prober(CompilingProber[Candidate]):
+  """Finds what one microbatch size needs and takes."""
+
+  def _with(self, size: Candidate) -> Config:
+    return size.applied_to(self._config)
+
+
+def _as_probe(report: CompileReport) -> ProbeResult:
+  time = report.time
+  measured = time is not None and time.how == "measured"
+  each, rest = (time.seconds_per_microbatch, time.rest) if time else (None, 0.0)
+  if report.sampled_step_seconds is not None:
+    each, rest = report.sampled_step_seconds / report.num_microbatches, 0.0
+  return ProbeResult(
+    peak_bytes=report.peak,
+    capacity_bytes=report.capacity_bytes,
+    fits=report.fits,
+    seconds_per_microbatch=each,
+    seconds_rest=rest,
+    spread=(time.spread or 0.0) if time else 0.0,
+    how="measured" if measured else "estimated",
+    coverage=1.0 if measured else min(1.0, report.work.coverage),
+    utilisation=report.utilisation,
+    other_seconds=time.other_of(report.num_microbatches) if time else 0.0,
   )

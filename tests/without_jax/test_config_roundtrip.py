@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxbatch.config import schema
-from maxbatch.config.allowed import Example, Registered
+from maxbatch.config.declare import Example, Registered
 from maxbatch.config.find import model_names
 from maxbatch.config.load import load_config, to_flat_dict
 

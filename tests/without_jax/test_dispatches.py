@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.loads import load_factor
+from maxbatch.batch.host_loads import load_factor
 from maxbatch.batch.row_plan import StepRows, dispatches
 from maxbatch.config.load import load_config
 from maxbatch.core.plan import BatchPlan, Position

@@ -8,8 +8,7 @@ import pytest
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.costs import Collective, OperationCost, program_costs
 from maxbatch.estimate.flops import Products
-from maxbatch.estimate.hlo import parse
-from maxbatch.estimate.replica_groups import ReplicaGroups
+from maxbatch.estimate.hlo import ReplicaGroups, parse
 from maxbatch.estimate.step_time import StepEstimate, estimate
 
 TPU_STEP = (pathlib.Path(__file__).parents[1] / "data" / "tpu_step.hlo").read_text()

@@ -8,7 +8,7 @@ import pytest
 from noise_samples import equal_parts, gradients
 
 from maxbatch.core.noise_moments import Moments, moments
-from maxbatch.noise.cost import cost, cost_of_change
+from maxbatch.noise.advice import cost, cost_of_change
 
 
 def test_two_examples_by_hand():

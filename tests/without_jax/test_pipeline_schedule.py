@@ -11,15 +11,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.cost import (
+from maxbatch.pipeline_parallel.schedule import SCHEDULES, BufferLimits, assign_slots, timetable
+from maxbatch.pipeline_parallel.simulator import run
+from maxbatch.pipeline_parallel.sizes import (
   PassCosts,
   bubble,
   imbalance,
   predicted_bubble,
   tick_times,
 )
-from maxbatch.pipeline_parallel.schedule import SCHEDULES, BufferLimits, assign_slots, timetable
-from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.timetable import (
   Backward,
   Cell,

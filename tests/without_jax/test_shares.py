@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxbatch.data import shares
-from maxbatch.data.shares import ExactShares, whole_weights
+from maxbatch.data import mixture
+from maxbatch.data.mixture import ExactShares, whole_weights
 
 EXAMPLES = [
   (1,),
@@ -66,7 +66,7 @@ def test_so_it_is_with_any_weights_and_from_any_sample_on(weights, first):
 def test_blocks_join(weights, first):
   """At a block's end the state is computed, not carried: here every few samples."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(shares, "_BLOCK", 1)
+    patch.setattr(mixture, "_BLOCK", 1)
     check(tuple(weights), first, 150)
 
 

@@ -4,8 +4,10 @@ import dataclasses
 from fractions import Fraction
 from typing import Annotated, Literal
 
-from maxbatch.config.allowed import (
+from maxbatch.config.declare import (
+  CHANGEABLE,
   EXACT,
+  FIXED,
   INT32,
   CountOrUnset,
   Exact,
@@ -16,8 +18,9 @@ from maxbatch.config.allowed import (
   Positive,
   PositiveOrUnset,
   Range,
+  Section,
+  key,
 )
-from maxbatch.config.declare import CHANGEABLE, FIXED, Section, key
 
 
 @dataclasses.dataclass(frozen=True)

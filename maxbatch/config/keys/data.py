@@ -3,8 +3,20 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from maxbatch.config.allowed import INT32, Example, Name, NonNegative, Path, Range, Seed, Weight
-from maxbatch.config.declare import CHANGEABLE, FIXED, Section, key
+from maxbatch.config.declare import (
+  CHANGEABLE,
+  FIXED,
+  INT32,
+  Example,
+  Name,
+  NonNegative,
+  Path,
+  Range,
+  Section,
+  Seed,
+  Weight,
+  key,
+)
 
 
 @dataclasses.dataclass(frozen=True)

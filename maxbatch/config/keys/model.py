@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from maxbatch.config.allowed import (
+from maxbatch.config.declare import (
+  CHANGEABLE,
+  FIXED,
   FLOAT32,
   FloatFormat,
   LossScale,
@@ -15,9 +17,10 @@ from maxbatch.config.allowed import (
   PositiveOrUnset,
   Range,
   Scale,
+  Section,
   Seed,
+  key,
 )
-from maxbatch.config.declare import CHANGEABLE, FIXED, Section, key
 
 RematPlace = Literal["remat", "device", "offload"]
 """What becomes of a tensor until the backward pass."""

@@ -3,9 +3,11 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from maxbatch.config.allowed import (
+from maxbatch.config.declare import (
+  CHANGEABLE,
   EXACT,
   INT32,
+  PER_START,
   Address,
   Budget,
   CountOrUnset,
@@ -20,8 +22,9 @@ from maxbatch.config.allowed import (
   Range,
   RelativePath,
   Seconds,
+  Section,
+  key,
 )
-from maxbatch.config.declare import CHANGEABLE, PER_START, Section, key
 from maxbatch.errors import UserError
 
 

@@ -3,9 +3,12 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from maxbatch.config.allowed import (
+from maxbatch.config.declare import (
+  CHANGEABLE,
+  FIXED,
   FLOAT32,
   INT32,
+  PER_START,
   CountOrUnset,
   CountOrZeroOrUnset,
   DevicesOrNone,
@@ -17,8 +20,9 @@ from maxbatch.config.allowed import (
   Probability,
   Range,
   Seconds,
+  Section,
+  key,
 )
-from maxbatch.config.declare import CHANGEABLE, FIXED, PER_START, Section, key
 
 
 @dataclasses.dataclass(frozen=True)

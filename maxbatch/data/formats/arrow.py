@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from maxbatch.config.registry import library
 from maxbatch.data.formats.format import Record, RecordFormat, damaged, naming_errors
-from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
 from maxbatch.errors import UserError
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
+from maxbatch.config.registry import library
 from maxbatch.data.formats.format import MAX_RECORD_BYTES, Bad, Record, RecordFormat, naming_errors
-from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
 
 _CHUNK_BYTES = 2**20

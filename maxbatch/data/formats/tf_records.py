@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
+from maxbatch.config.registry import library
 from maxbatch.data.formats.format import (
   MAX_RECORD_BYTES,
   Bad,
@@ -19,7 +20,6 @@ from maxbatch.data.formats.format import (
   damaged,
   naming_errors,
 )
-from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
 
 _WHAT = "a tf.train.Example"

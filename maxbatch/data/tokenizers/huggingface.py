@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from maxbatch.config.registry import library
 from maxbatch.config.schema import DataConfig
-from maxbatch.data.optional import library
 from maxbatch.data.tokenizers.vocabulary_file import (
   FileTokenizer,
   VocabularyFile,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from maxbatch.config.registry import library
 from maxbatch.config.schema import DataConfig
-from maxbatch.data.optional import library
 from maxbatch.data.tokenizers.vocabulary_file import (
   FileTokenizer,
   VocabularyFile,

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxbatch.config.find import did_you_mean
+from maxbatch.config.registry import library
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.object_store import is_url
-from maxbatch.data.optional import library
 from maxbatch.data.tokenizer import Ids
 from maxbatch.errors import UserError, first_of
 

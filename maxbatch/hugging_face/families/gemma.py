@@ -6,7 +6,6 @@ six layers, and positions of their own in those.
 
 from typing import Any
 
-from maxbatch.hugging_face.config_json import ConfigJson
 from maxbatch.hugging_face.families.llama import OUTSIDE, PROJECTIONS, QK_NORMS, SAME
 from maxbatch.hugging_face.family import (
   BIASES,
@@ -21,6 +20,7 @@ from maxbatch.hugging_face.family import (
   written_layer_types,
   written_scaling,
 )
+from maxbatch.hugging_face.model_keys import ConfigJson
 
 
 def alternating(default_pattern: int) -> Part:

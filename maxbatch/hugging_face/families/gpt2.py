@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from maxbatch.hugging_face.config_json import ConfigJson, words
 from maxbatch.hugging_face.family import Family, Part, linear, matrix, vector
+from maxbatch.hugging_face.model_keys import ConfigJson, words
 
 
 def _read_sizes(theirs: ConfigJson) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from maxbatch.hugging_face.config_json import ConfigJson
 from maxbatch.hugging_face.family import (
   BIASES,
   HEADS,
@@ -16,6 +15,7 @@ from maxbatch.hugging_face.family import (
   vector,
   written_layer_types,
 )
+from maxbatch.hugging_face.model_keys import ConfigJson
 
 SAME = {
   "vocab_size": "vocab_size",
