@@ -159,8 +159,8 @@ MESSAGES = {
   ),
   ("batch_size=100",): (
     "batch_size=100 in 1 microbatch (one unless given) is 100 samples per microbatch, which must "
-    "be a multiple of the 8 data-parallel groups (data 8 × fsdp 1); nearest: batch_size=96 (on "
-    "the other side: batch_size=104)"
+    "be a multiple of the 8 data-parallel groups (data 8 × fsdp 1); nearest: batch_size=96 (also: "
+    "batch_size=104)"
   ),
   ("batch_size=96", "micro_batch_size={explore: {min: 17, max: 20}}"): (
     "micro_batch_size={explore: {min: 17, max: 20}}: none of the 8 sizes that the plan allows lies "
