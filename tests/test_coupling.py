@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ from support import GPT2, TINY, config, in_microbatches, mesh, relative_errors, 
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.schema import Config
+from maxbatch.core.terms import Ratio
 from maxbatch.errors import UserError
 from maxbatch.models import registry
 from maxbatch.models.layers import fold, parameter
+from maxbatch.models.outputs import Outputs
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.compile_only import validate
 from maxbatch.training.optimizer import make_optimizer
@@ -34,7 +37,7 @@ class Normalized(nnx.Module):
     self.kernel = parameter(rngs, 0.02, (D, D), ("embed", "mlp"))
     self.axes, self.only_in_training = axes, only_in_training
 
-  def __call__(self, rows, keys_B):
+  def __call__(self, rows, keys_B) -> Any:
     x_BTD = self.embedding[...][rows.inputs] @ self.kernel[...]
     if self.only_in_training and keys_B is None:
       return x_BTD
@@ -93,6 +96,26 @@ def test_coupling_in_training_alone_is_found_too(monkeypatch):
   register(monkeypatch, "training_norm", only_in_training=True)
   assert cause(decoder_block="training_norm", dropout_rate=0.1) == "statistics"
   assert not cause(decoder_block="training_norm", dropout_rate=0)
+
+
+@pytest.mark.parametrize(("axes", "cause"), [((0, 1), "product"), ((1,), None)])
+def test_a_balance_loss_of_the_model_couples_if_it_is_of_the_batch(monkeypatch, axes, cause):
+  class Balanced(Normalized):
+    """With f·P over `axes` of (B, T), of each row by itself or of the batch."""
+
+    def __call__(self, rows, keys_B):
+      x_BTD, count = super().__call__(rows, keys_B), float(len(rows.inputs))
+      share, used = jax.nn.softmax(x_BTD), (x_BTD > 0).astype(jnp.float32)
+      product = share.mean(axes, keepdims=True) * used.mean(axes, keepdims=True)
+      balance = Ratio(product.sum() * count / len(product), jnp.float32(count))
+      return Outputs(x_BTD, {"balance": balance})
+
+  def create(rngs, config, length):
+    del length
+    return Balanced(rngs, config, (2,), only_in_training=False)
+
+  monkeypatch.setattr(registry, "MODELS", {**registry.MODELS, "balanced": create})
+  assert coupling.coupling(config(decoder_block="balanced").model, 16) == cause
 
 
 def test_dropout_shared_by_the_batch_couples(monkeypatch):

@@ -153,7 +153,7 @@ REPEATED = {"num_pipeline_repeats": 2}
   ("schedule", "stages", "k", "keys"),
   [
     ("gpipe", 2, 3, {"data": 2}),
-    ("gpipe", 4, 1, {}),
+    ("gpipe", 4, 1, {"loss_scale": 8}),
     ("1f1b", 4, 3, {}),
     ("1f1b", 2, 1, {"fsdp": 2, "pipeline_stash": "residuals"}),
     ("circular", 2, 1, REPEATED),

@@ -25,7 +25,7 @@ from maxbatch.core.topology import Topology
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.registry import MODELS, Model, Parameters, build_model
-from maxbatch.training.loss import loss_sum
+from maxbatch.training.loss import row_keys, row_sums
 from maxbatch.tuning.candidates import asked, is_open
 
 SHIPPED = frozenset(MODELS)
@@ -71,7 +71,8 @@ def resolve_accumulation(
 
 
 def coupling(config: ModelConfig, length: int, *, packing: bool = True) -> Cause | None:
-  """Returns why the model's loss or gradient depends on how a batch is split; None: it does not.
+  """Returns why the model's loss, its own terms or their gradient depend on how a batch is split;
+  None: they do not.
 
   On the first device: the registered model with every option as configured, dropout too (its masks
   belong to the samples), but with tiny sizes, in float32.
@@ -88,12 +89,14 @@ def coupling(config: ModelConfig, length: int, *, packing: bool = True) -> Cause
 
   def loss(parameters: Parameters, rows: Rows, keys_B: jax.Array | None) -> tuple[Terms, Any]:
     del keys_B
-    total = loss_sum(model, parameters, rows, jax.random.key(0))
-    return {"loss": Ratio(total, rows.weights.sum())}, {}
+    drawn_B = row_keys(model, jax.random.key(0), rows)
+    sums, terms, _ = row_sums(model, parameters, rows, drawn_B, is_training=True)
+    return {"loss": Ratio(sums.loss.sum(), rows.weights.sum()), **terms}, {}
 
   rows = _rows(min(length, _LENGTH), packing)
   result = check_split(loss, _parameters(model), rows, devices=jax.local_devices()[:1]).findings
-  return result[0].cause if result else None
+  # Steps hold no rows of zeros that a term of the model could count.
+  return next((finding.cause for finding in result if finding.cause != "padding"), None)
 
 
 def tiny(config: ModelConfig) -> ModelConfig:
