@@ -130,8 +130,8 @@ class TiedProbe(NamedTuple):
   """
 
   probe_BS: jax.Array
-  ids_BT: jax.Array
-  """Tokens that the row looked up."""
+  ids_BT: jax.Array | None
+  """Tokens that the row looked up; integers have no gradient."""
   cross_BTD: jax.Array
   """float32 zeros."""
 

@@ -278,7 +278,7 @@ def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe, scal
   """Computes `_forward` a row at a time, each in as few tiles as a batch of one row needs."""
   of_a_row = options._replace(tiles=-(-options.tiles // hidden_BTD.shape[0]))
   tied = probe if isinstance(probe, TiedProbe) else None
-  shards = (tied.probe_BS if tied else probe).shape[1]
+  shards = (probe.probe_BS if isinstance(probe, TiedProbe) else probe).shape[1]
 
   def add_row(carry, row):
     total, d_matrix_DV = carry

@@ -1,5 +1,6 @@
 """Blocks of figures in pages: made by their commands, and listed once their sources have changed."""
 
+import importlib
 import pathlib
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import refresh_docs  # noqa: E402
+refresh_docs = importlib.import_module("refresh_docs")
 
 PAGE = """Before.
 
