@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_metrics import metric_values
 from support import mesh, relative_errors
 from tiny_model import VOCABULARY, loud_parameters, tiny_model
 
@@ -21,7 +22,7 @@ from maxbatch.models.registry import Model
 from maxbatch.rl.advantages import group_advantages, live_groups
 from maxbatch.rl.completions import Completions, Rollout, make_completions
 from maxbatch.rl.evaluation import pass_at_k
-from maxbatch.rl.grpo import GrpoSums, Objective, grpo_sums, metric_values, objective
+from maxbatch.rl.grpo import GrpoSums, Objective, grpo_sums, objective
 from maxbatch.rl.log_probs import LogProbs, token_log_probs
 from maxbatch.sampling.choice import packed
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_metrics import metric_values
 from initial_states import initial_state, random_parameters
 from support import relative_errors
 from test_grpo import ALLOWED_V, B, T, completions_of
@@ -15,7 +16,7 @@ from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.rl.completions import Completions
-from maxbatch.rl.grpo import Objective, grpo_sums, metric_values
+from maxbatch.rl.grpo import Objective, grpo_sums
 from maxbatch.rl.log_probs import token_log_probs
 from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.sampling.choice import num_words, packed

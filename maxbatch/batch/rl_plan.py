@@ -135,10 +135,6 @@ class RLPlan:
     """Returns the first step on a batch, from 0."""
     return batch * self.num_iterations
 
-  def dispatch_of(self, number: int) -> tuple[int, int]:
-    """Returns of a dispatch, numbered through all steps, the step, and the microbatch in it."""
-    return divmod(number, self.num_microbatches)
-
   def first_microbatch(self, batch: int) -> int:
     """Returns the number of a batch's first microbatch, counted through all batches."""
     return batch * self.num_microbatches

@@ -30,7 +30,7 @@ from maxbatch.config.schema import RLConfig
 from maxbatch.data.rows import Rows
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.log_probs import LogProbs
-from maxbatch.training.metrics import Quotient, token_values
+from maxbatch.training.metrics import Quotient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,8 +219,3 @@ MODEL_METRICS = (
 """Names of metrics for which the model was run."""
 METRICS = (*MODEL_METRICS[:-1], "rl/completion_length")
 """The names of `quotients`."""
-
-
-def metric_values(sums: GrpoSums) -> dict[str, jax.Array]:
-  """Returns the metrics of a step, by their names in metrics.jsonl."""
-  return token_values(quotients(sums), 1.0) | {LARGEST_GAP: sums.largest_gap}
