@@ -17,8 +17,7 @@ from maxbatch.config.schema import Config
 from maxbatch.core.terms import Ratio
 from maxbatch.errors import UserError
 from maxbatch.models import registry
-from maxbatch.models.layers import fold, parameter
-from maxbatch.models.outputs import Outputs
+from maxbatch.models.layers import Outputs, fold, parameter
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.compile_only import validate
 from maxbatch.training.optimizer import make_optimizer
