@@ -189,8 +189,9 @@ def test_a_run_whose_frozen_parameters_moved_or_changed(text, folder, capsys):
   (folder / "base").rename(folder / "moved")
   given = arguments(text, folder, "mine", steps=2, **ADAPTED)
   # As its config.yml has the key, and without.
-  for more in ([f"load_parameters_path={folder}/base"], []):
-    assert "which does not exist" in refused(capsys, [*given, *more])
+  named = [*given, f"load_parameters_path={folder}/base"]
+  assert "there is no such folder" in refused(capsys, named)
+  assert "which does not exist" in refused(capsys, given)
   steps = folder / "moved" / "checkpoints"
   said = refused(capsys, [*given, f"load_parameters_path={steps}/2"])
   assert f"the frozen parameters in {steps}/2 are not those that this run began with: " in said
