@@ -14,7 +14,7 @@ from maxbatch.run_folder.history import RunHistory, State, Status, glance_at, ru
 
 _COLORS: dict[State, Color] = {
   "running": "blue", "finished": "green", "stopped": "yellow", "diverged": "red",
-  "failed": "red", "killed": "red", "silent": "red", "unknown": "faint",
+  "failed": "red", "killed": "red", "silent": "red", "compiled": "faint", "unknown": "faint",
 }  # fmt: skip
 _NAME_COLUMNS = 22
 _HEAD = ("run", "state", "step", "loss", "eval", "batch", "tokens/s")

@@ -26,7 +26,7 @@ from maxbatch.compile.program import (
   refuse_if_too_large,
   state_bytes,
 )
-from maxbatch.compile.report import CompileReport, make_report
+from maxbatch.compile.report import CompileReport, make_report, memory_figures
 from maxbatch.compile.report_time import StepTime
 from maxbatch.compile.traced_flops import StepFlops
 from maxbatch.core.plan import BatchPlan
@@ -472,3 +472,15 @@ def test_rows_of_a_device_are_what_is_not_state():
   # The loss's sums, the learning rate and the number of trips come on top.
   assert expected <= rows <= expected + 64
   assert report.plan.per_device(report.micro_batch) == Fraction(2)
+
+
+def test_sizes_of_a_small_model_are_not_zero():
+  rows = [("parameters", 35_488 * 4), ("rows of the step", 8_192), ("peak", 3 * 2**20)]
+  assert memory_figures(rows, 2**34) == [
+    "parameters                     0.135 MiB",
+    "rows of the step               0.008 MiB",
+    "peak                           3.000 MiB of 16.00 GiB: fits",
+  ]
+  assert memory_figures([*rows[:2], ("peak", 2**30)], 2**34)[-1].endswith(
+    "1.000 GiB of 16.00: fits"
+  )

@@ -81,7 +81,7 @@ def _broken(line: str, columns: int) -> list[str]:
   )
 
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +132,12 @@ def figure(name: str, value: str, rest: str = "") -> str:
 def gib(num_bytes: float, digits: str = ".3g") -> str:
   """Returns bytes in GiB, without the unit: `11.2`."""
   return f"{num_bytes / GIB:{digits}}"
+
+
+def in_unit(num_bytes: float, largest: float) -> tuple[str, str]:
+  """Returns bytes to three digits and the unit: MiB where the largest of their table is below 1/2 GiB."""
+  size, unit = (GIB, "GiB") if largest >= GIB / 2 else (MIB, "MiB")
+  return f"{num_bytes / size:.3f}", unit
 
 
 def gib_of(num_bytes: float, capacity_bytes: float) -> str:

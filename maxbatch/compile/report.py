@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from maxbatch.command_line.screen import figure, gib, section
+from maxbatch.command_line.screen import figure, gib, in_unit, section
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import CompiledProgram, ProgramMemory, StateBytes, state_bytes
 from maxbatch.compile.report_time import (
@@ -35,9 +35,11 @@ _NUM_LARGEST = 8
 
 def memory_figures(rows: Sequence[tuple[str, int]], capacity: int) -> list[str]:
   """Returns a line for each size of a device's memory, of which the last one is the peak."""
-  lines = [figure(name, gib(size, ".3f"), "GiB") for name, size in rows]
-  verdict = "fits" if rows[-1][1] <= capacity else "DOES NOT FIT"
-  return [*lines[:-1], f"{lines[-1]} of {gib(capacity, '.2f')}: {verdict}"]
+  peak = rows[-1][1]
+  lines = [figure(name, *in_unit(size, peak)) for name, size in rows]
+  verdict = "fits" if peak <= capacity else "DOES NOT FIT"
+  unit = "" if lines[-1].endswith("GiB") else " GiB"
+  return [*lines[:-1], f"{lines[-1]} of {gib(capacity, '.2f')}{unit}: {verdict}"]
 
 
 class Sampling(Protocol):
@@ -248,7 +250,7 @@ class CompileReport:
     ]
     lines = memory_figures(rows, self.capacity_bytes)
     if host := self.program.memory.host:
-      lines.append(figure("in the memory of its host", gib(host, ".3f"), "GiB"))
+      lines.append(figure("in the memory of its host", *in_unit(host, host)))
     return section("Memory of a device (compiler)", lines)
 
   def _work(self) -> str:

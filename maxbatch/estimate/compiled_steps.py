@@ -250,7 +250,9 @@ def _remat(name: str) -> RematPolicy | None:
 
 
 def _gib(name: str, text: str) -> float:
-  return _number(rf"\n  {name} +(\S+) GiB", text)
+  """Returns a size of the report, in GiB."""
+  in_mib = re.search(rf"\n  {name} +\S+ MiB", text)
+  return _number(rf"\n  {name} +(\S+) [GM]iB", text) / (1024 if in_mib else 1)
 
 
 def _number(pattern: str, text: str) -> float:

@@ -100,7 +100,8 @@ def print_next(
   lines = ["Next:"]
   if has_report:
     lines.append(f"  report:  {resolved.folder.report}")
-  lines.append(f"  curves:  tensorboard --logdir {resolved.folder.tensorboard}")
+  if resolved.folder.tensorboard.is_dir():
+    lines.append(f"  curves:  tensorboard --logdir {resolved.folder.tensorboard}")
   if position.step < plan.steps:
     lines.append("  resume:  the same command again")
   elif resolved.config.checkpoint.enable_checkpointing:

@@ -251,7 +251,7 @@ def _json(path: Path, missing: list[str]) -> list[Any]:
 
 
 State = Literal[
-  "running", "finished", "stopped", "diverged", "failed", "killed", "silent", "unknown"
+  "running", "finished", "stopped", "diverged", "failed", "killed", "silent", "compiled", "unknown"
 ]
 
 _SILENT_SECONDS = 1800.0
@@ -275,6 +275,8 @@ def status_of(run: RunHistory, now: float | None = None) -> Status:
     now: seconds since 1970; None: the clock's.
   """
   starts = run.of_kind(START)
+  if not starts and run.compile_reports:
+    return Status("compiled", "its steps were compiled, and nothing is trained yet", "")
   if not starts:
     return Status("unknown", "it left no word of how it was started", "")
   start, words = starts[-1], starts[-1].get("command")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxbatch.command_line.screen import Table, file_size, gib
+from maxbatch.command_line.screen import Table, file_size, in_unit
 from maxbatch.run_folder.history import RunHistory, span
 from maxbatch.run_folder.metrics import (
   COMPILED,
@@ -207,7 +207,7 @@ def memory(run: RunHistory) -> Table:
   ):
     results = [_number(one.get(key)) for one in run.of_kind(EVALUATED) if one.get(key)]
     if results:
-      rows.append((name, f"{gib(max(results), '.3f')} GiB"))
+      rows.append((name, " ".join(in_unit(max(results), max(results)))))
   return Table(("memory of", "highest"), rows)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxbatch.batch.from_config import is_rl, plan_batches, topology
 from maxbatch.batch.rl_plan import plan_rl
-from maxbatch.command_line.screen import Table, gib
+from maxbatch.command_line.screen import Table, in_unit
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
@@ -163,8 +163,10 @@ def _pipeline(config: Config, plan: BatchPlan) -> tuple[str, Chart | None]:
 def compile_tables(report: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the title and the tables of one compile report, as far as it has them."""
   memory, estimate = _part(report, "memory_bytes_per_device"), _part(report, "estimate")
+  numbers = _numbers(memory)
+  largest = max(numbers.values(), default=0)
   sizes = [
-    (name.replace("_", " "), f"{gib(size, '.3f')} GiB") for name, size in _numbers(memory).items()
+    (name.replace("_", " "), " ".join(in_unit(size, largest))) for name, size in numbers.items()
   ]
   sizes += [("fits", "yes" if memory["fits"] else "NO")] if "fits" in memory else []
   times = [

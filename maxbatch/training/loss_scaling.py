@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from maxbatch.core.accumulate import Accumulate, Accumulated
+from maxbatch.core.keys import counted
 from maxbatch.errors import TrainingDivergedError
 from maxbatch.models.registry import Parameters
 from maxbatch.precision.loss_scale import LossScale, LossScaling
@@ -48,8 +49,10 @@ def check_skips(
   step: int,
   loss: float,
   saved: Callable[[], str],
+  *,
+  is_last: bool,
 ) -> None:
-  """Stops a run that skips one step after the other.
+  """Stops a run that skips one step after the other, or has skipped every one.
 
   Args:
     scaling: of the run.
@@ -57,12 +60,14 @@ def check_skips(
     step: its number.
     loss: its loss.
     saved: says what is saved.
+    is_last: whether the run ends with it.
 
   Raises:
-    TrainingDivergedError: as many in a row as the run allows.
+    TrainingDivergedError: as many in a row as the run allows, or all of a run that ends.
   """
   count, scale = int(metrics.skipped_in_a_row), float(metrics.loss_scale)
-  if count < scaling.max_skipped_in_a_row:
+  learned_nothing = is_last and int(metrics.skipped_steps) == step
+  if count < scaling.max_skipped_in_a_row and not learned_nothing:
     return
   if math.isfinite(loss):
     why = (
@@ -81,9 +86,11 @@ def check_skips(
       "helps; precision=bfloat16 has the range of float32, or a lower learning_rate or a longer "
       "warmup_steps may help"
     )
+  which = f"the last {count} steps were skipped, max_consecutive_skipped_steps"
+  if learned_nothing:
+    which = f"{counted(step, 'step')} of the run, and all were skipped: nothing was learned"
   raise TrainingDivergedError(
-    f"step {step}: the last {count} steps were skipped, max_consecutive_skipped_steps, at last with "
-    f"loss_scale={scale:g}; {why}. {saved()}"
+    f"step {step}: {which}, at last with loss_scale={scale:g}; {why}. {saved()}"
   )
 
 

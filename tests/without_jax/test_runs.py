@@ -25,6 +25,8 @@ def folder(tmp_path):
   (tmp_path / "new").mkdir()
   (tmp_path / "new" / "config.yml").write_text("steps: 3")
   (tmp_path / "no_run").mkdir()
+  (tmp_path / "only_compiled").mkdir()
+  (tmp_path / "only_compiled" / "compile_report.json").write_text('[{"devices": 8}]')
   return tmp_path
 
 
@@ -36,6 +38,7 @@ def test_a_line_for_each_run_and_how_to_go_on(folder, capsys):
     "…han_the_column/branch finished           40/40   2.249   2.174      32    8.19k",
     "finished               finished           40/40   2.249   2.174      32    8.19k",
     "new                    unknown                –       –       –       –        –",
+    "only_compiled          compiled               –       –       –       –        –",
     "stopped                stopped            40/40   2.249   2.174      32    8.19k",
   ]
   assert max(map(len, table.splitlines())) <= 80
