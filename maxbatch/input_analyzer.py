@@ -14,9 +14,11 @@ from maxbatch.batch.host_loads import check_loads, host_loads, loading_hosts
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import check_output, write_output
 from maxbatch.command_line.run import run_command
+from maxbatch.command_line.screen import note
 from maxbatch.command_line.signals import leave
 from maxbatch.compile import cache
 from maxbatch.config.declare import DevicesOrUnset, FileName, Hosts, Positive, Range
+from maxbatch.config.effects import without_effect
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
@@ -93,6 +95,7 @@ def main(arguments: Sequence[str]) -> int:
 def _analyze(arguments: Arguments[AnalyzerArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
   check_supervised(config.rl)
+  note(without_effect(config))
   if own.plot:
     check_picture_file("--plot", own.plot, "input")
     check_output("--plot", own.plot)

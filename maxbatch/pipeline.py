@@ -10,10 +10,12 @@ from maxbatch.batch.from_config import check_supervised, plan_batches
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
+from maxbatch.command_line.screen import note
 from maxbatch.command_line.signals import leave
 from maxbatch.config.declare import DevicesOrUnset
+from maxbatch.config.effects import without_effect
 from maxbatch.config.load import load_config
-from maxbatch.config.schema import Config
+from maxbatch.config.schema import Config, replaced
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.hardware.tpu_slices import count_devices
@@ -74,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
 def _show(arguments: Arguments[PipelineArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
   check_supervised(config.rl)
+  # Without a schedule all are compared, as the section's keys say.
+  note(without_effect(replaced(config, {"pipeline_schedule": "gpipe"})))
   if own.plot:
     check_picture_file("--plot", own.plot, "pipeline")
   layout = count_devices(config, own.num_devices).layout

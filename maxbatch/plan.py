@@ -14,18 +14,22 @@ from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
-from maxbatch.command_line.screen import for_screen
+from maxbatch.command_line.screen import for_screen, note
 from maxbatch.command_line.signals import leave
 from maxbatch.config.declare import DevicesOrUnset, Hosts
+from maxbatch.config.effects import without_effect
+from maxbatch.config.keys.batch import Explore
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.hardware.tpu_slices import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
-from maxbatch.pipeline_parallel.layout import check_unused_keys, pipeline_of
+from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.plots.page import check_picture_file, picture
 from maxbatch.rl.candidates import rl_sizes_of
 from maxbatch.tuning.candidates import (
+  Candidate,
+  asked,
   default_batch_note,
   is_open,
   offered,
@@ -71,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(arguments: Arguments[PlanArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
+  note(without_effect(config))
   if own.plot:
     check_picture_file("--plot", own.plot, "batch")
   report = make_report(config, count_devices(config, own.num_devices, own.num_hosts))
@@ -89,7 +94,7 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
   rl = plan_rl(config, devices.layout) if is_rl(config.rl) else None
   plan = rl.batch_plan if rl else plan_batches(config.batch, config.run, devices.layout)
   check_loads(plan, streamed=config.batch.accumulation == "streamed")
-  check_unused_keys(config.pipeline)
+  sizes = _sizes(config, devices.layout)
   has_pipeline = config.pipeline.pipeline_schedule != "none"
   flat, unset = to_flat_dict(config), (-1, [])
   return PlanReport(
@@ -97,25 +102,39 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
     rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
     loads=[] if rl else host_loads(plan, devices.num_hosts),
     assumption=devices.assumption,
-    given=[f"{key}={flat[key]}" for key in _SIZE_KEYS if flat[key] not in unset],
-    choice=_choice(config, devices.layout),
+    given=[_given(config, key) for key in _SIZE_KEYS if flat[key] not in unset],
+    choice=_choice(config, sizes, devices.layout),
+    sizes=sizes if isinstance(config.batch.micro_batch_size, Explore) else (),
     rl=rl,
     pipeline=pipeline_of(config, devices.layout, plan) if has_pipeline else None,
   )
 
 
-def _choice(config: Config, layout: Topology) -> str:
-  """Returns what a run would choose its microbatch from; empty if there is nothing to choose.
+def _given(config: Config, key: str) -> str:
+  if key == "micro_batch_size" and is_open(config.batch):
+    return asked(config.batch)
+  return f"{key}={to_flat_dict(config)[key]}"
+
+
+def _sizes(config: Config, layout: Topology) -> Sequence[Candidate]:
+  """Returns what a run would choose its microbatch from; nothing if there is nothing to choose.
 
   Raises:
     UserError: other keys leave no choice.
   """
   if not is_open(config.batch):
-    return ""
+    return ()
   if is_rl(config.rl):
-    return offered(config.batch, rl_sizes_of(config, layout))
-  divided = with_default_batch(config, layout)
-  line = offered(divided.batch, sizes_of(divided, layout))
+    return rl_sizes_of(config, layout)
+  return sizes_of(with_default_batch(config, layout), layout)
+
+
+def _choice(config: Config, sizes: Sequence[Candidate], layout: Topology) -> str:
+  """Returns the same in words."""
+  if not sizes:
+    return ""
+  divided = config if is_rl(config.rl) else with_default_batch(config, layout)
+  line = offered(divided.batch, sizes)
   if divided == config:
     return line
   return f"{line}; {default_batch_note(divided.batch.batch_size, layout)}"

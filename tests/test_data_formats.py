@@ -12,6 +12,8 @@ from record_files import WRITERS, example, framed, jsonl, parquet, table
 from support import base
 from token_caches import starts_of
 
+from maxbatch.config.effects import without_effect
+from maxbatch.config.load import load_config
 from maxbatch.data import token_cache, workers
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.formats.tf_records import feature
@@ -256,23 +258,20 @@ def test_epochs_are_limited_only_if_asked_for():
   )
 
 
-def test_keys_of_another_dataset_type_are_said(tmp_path):
+def test_keys_of_another_dataset_type_are_refused(tmp_path):
   (tmp_path / "a.txt").write_text("some words " * 9)
   keys = {"dataset_path": str(tmp_path / "a.txt"), "grain_train_files": "x.parquet"}
-  description = build(tmp_path, **keys).description
-  assert "not read: grain_train_files=x.parquet (dataset_type=grain reads it)" in description
-  more = {"train_data_columns": ("a",), "grain_file_type": "arrow", "hf_name": "en"}
-  description = build(tmp_path, dataset_path=keys["dataset_path"], **more).description
-  for key in (
-    "grain_file_type=arrow (dataset_type=grain",
-    "train_data_columns=['a'] (dataset_type=gr",
-  ):
-    assert key in description
-  assert "hf_name=en (dataset_type=hf reads it)" in description
+  for given in ("grain_train_files=x.parquet", "grain_file_type=arrow", "hf_name=en"):
+    with pytest.raises(UserError, match=f"{given} has no effect with dataset_type=text"):
+      without_effect(load_config(["config=base", given]))
+  with pytest.raises(UserError, match=r"train_data_columns=\['a'\] has no effect"):
+    without_effect(load_config(["config=base", "train_data_columns=[a]"]))
   with pytest.raises(UserError, match="tokenize_train_data=false: files of text hold no token ids"):
     build(tmp_path, dataset_path=keys["dataset_path"], tokenize_train_data=False)
   jsonl(tmp_path / "a.jsonl", ["some words " * 9])
   given = {"dataset_type": "grain", "grain_train_files": str(tmp_path / "a.jsonl")}
-  description = build(tmp_path, dataset_path="other/", **given).description
-  assert "not read: dataset_path=other/ (dataset_type=text reads it)" in description
+  with pytest.raises(UserError, match=r"dataset_path=other/ has no effect with dataset_type=grain"):
+    without_effect(
+      load_config(["config=base", "dataset_path=other/", *map("=".join, given.items())])
+    )
   assert starts_of(cache_of(build(tmp_path, **keys).train)) == [0]

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import base, configured
 
+from maxbatch.config.effects import without_effect
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.input_report import given_files
 from maxbatch.data.mixed import mixed_paths, source_names
@@ -466,4 +467,7 @@ def test_num_epoch_limits_each_source():
 def test_random_tokens_have_no_sources():
   dataset = build_dataset(configured("dataset_type=synthetic", MIXTURE).data, 8)
   assert not isinstance(dataset.train, MixedRows)
-  assert "not read: dataset_mixture=[['low', 0.75], ['high', 0.25]]" in dataset.description
+  assert without_effect(configured("dataset_type=synthetic", MIXTURE)) == [
+    "Without effect: dataset_mixture=[['low', 0.75], ['high', 0.25]], with dataset_type=synthetic; there "
+    "is one with dataset_type=text"
+  ]

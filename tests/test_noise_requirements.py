@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from maxbatch.batch.from_config import check_can_continue, plan_batches
+from maxbatch.config.effects import without_effect
 from maxbatch.config.load import load_config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
@@ -42,6 +43,21 @@ def test_a_single_sample_has_nothing_to_be_compared_with(gns):
   assert message(**ONE, gns=gns) == (
     f"gns={gns} needs at least 2 samples per step, and global_batch_to_train=1 has one; for "
     "example batch_size=2 gradient_accumulation_steps=-1, or gns=off"
+  )
+
+
+def test_nor_has_a_single_microbatch_of_a_single_replica():
+  keys = ONE | {"gns_from_microbatches": "true", "per_device_batch_size": 4}
+  assert message(**keys) == (
+    "gns_from_microbatches=true compares the gradients of microbatches, and a step has one microbatch "
+    "and one replica of the model (data 1); for example gradient_accumulation_steps=2, or gns=norm "
+    "gns_from_microbatches=false"
+  )
+  assert checked(**keys, gradient_accumulation_steps=2)
+  assert checked(**(keys | {"gns_from_microbatches": "false"}), gns="norm")
+  assert checked(**(keys | {"num_simulated_devices": 2}))
+  assert "one replica" in message(
+    **(keys | {"num_simulated_devices": 2}), ici_data_parallelism=1, ici_fsdp_parallelism=2
   )
 
 
@@ -90,11 +106,6 @@ def test_nor_has_one_phase_of_a_schedule():
       {"batch_schedule_type": "doubling"},
       "batch_schedule_type=doubling and batch_schedule=gns are different schedules; keep one of "
       "them, for example enable_rampup_batch_size=false batch_schedule=[]",
-    ),
-    (
-      {"batch_schedule": "[]", "gns_dry_run": "true"},
-      "gns_dry_run=true needs batch_schedule=gns, whose decisions it logs; for example "
-      "batch_schedule=gns gns_dry_run=true",
     ),
   ],
 )
@@ -263,5 +274,7 @@ def test_a_pipeline_compares_replicas_alone():
 
 
 def test_a_file_that_nothing_follows():
-  with pytest.raises(UserError, match="needs batch_schedule=file"):
-    checked(batch_schedule_file="runs/steered/batch_schedule.yml")
+  with pytest.raises(UserError, match="it has one with batch_schedule=file"):
+    without_effect(
+      load_config(["config=base", "batch_schedule_file=runs/steered/batch_schedule.yml"])
+    )

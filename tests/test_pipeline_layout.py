@@ -1,7 +1,6 @@
 """How layers and batch divide over a pipeline; every offer is tried, every accepted run divides."""
 
 import itertools
-import re
 
 import pytest
 from examples import examples
@@ -12,7 +11,7 @@ from support import base, configured
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.load import load_config, suggested_fixes
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.layout import check_unused_keys, pipeline_of
+from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.sizes import Pipeline
@@ -255,33 +254,6 @@ def test_every_choice_is_found():
       assert pipeline(*keys).num_pipeline_microbatches == results[0]
     else:
       assert "no number is both" in message(*keys)
-
-
-# --- where there is no pipeline ------------------------------------------------------------------
-
-
-UNUSED = {
-  "num_pipeline_microbatches=4": "num_pipeline_microbatches=-1",
-  "num_pipeline_repeats=1": "num_pipeline_repeats=-1",
-  "num_layers_per_pipeline_stage=2": "num_layers_per_pipeline_stage=-1",
-  "pipeline_delay_activation_forwarding=true": "pipeline_delay_activation_forwarding=false",
-  "pipeline_stash=residuals": "pipeline_stash=input",
-}
-
-
-@pytest.mark.parametrize("key", UNUSED)
-def test_a_key_without_effect_is_refused(key):
-  with pytest.raises(UserError) as caught:
-    check_unused_keys(load_config(["config=base", key]).pipeline)
-  assert str(caught.value) == (
-    f"{key} has no effect with pipeline_schedule=none; leave it out, or set {UNUSED[key]}"
-  )
-  check_unused_keys(load_config(["config=base", UNUSED[key]]).pipeline)
-
-
-def test_every_key_of_the_section_is_one_of_these():
-  keys = set(vars(load_config(["config=base"]).pipeline)) - {"plugins"}
-  assert keys == {re.split("=", key)[0] for key in UNUSED} | {"pipeline_schedule"}
 
 
 def test_the_schedules_that_the_configuration_knows_are_those_that_there_are():

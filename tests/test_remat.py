@@ -14,6 +14,8 @@ from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_config, tin
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile.compile_step import placeholder_rows
+from maxbatch.config.effects import without_effect
+from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.models.registry import Parameters
@@ -105,15 +107,23 @@ def test_what_cannot_be_offloaded_is_refused():
 @pytest.mark.parametrize(
   ("keys", "words"),
   [
-    (("out_proj=device",), "only with remat_policy=custom"),
-    (("remat_policy=custom", "mlpwi=device"), "no such tensor, but mlpwi_0 and mlpwi_1"),
-    (("remat_policy=custom", "mlpwi_0=device", *GPT2_LIKE), "no such tensor, but mlpwi"),
+    (("out_proj=device",), "it has one with remat_policy=custom"),
+    (("remat_policy=custom", "mlpwi=device"), "it has one with mlp_activation=gelu"),
+    (
+      ("remat_policy=custom", "mlpwi_0=device", *GPT2_LIKE),
+      "it has one with mlp_activation=swiglu",
+    ),
     (("remat_policy=custom", "decoder_layer_input=remat"), "use device or offload"),
   ],
 )
 def test_keys_without_effect_are_refused(keys: tuple[str, ...], words: str):
   with pytest.raises(UserError, match=words):
-    tiny_model(*keys)
+    _checked(*keys)
+
+
+def _checked(*keys: str) -> None:
+  without_effect(load_config(["config=base", *keys]))
+  tiny_model(*keys)
 
 
 def test_explore_tries_what_the_device_can_do():

@@ -4,6 +4,7 @@ import pytest
 
 from maxbatch.config import schema
 from maxbatch.config.declare import declared
+from maxbatch.config.effects import without_effect
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.rl.requirements import check_rl
@@ -68,13 +69,19 @@ KEYS = """config=base num_generations=4 batch_size=4 accumulation=streamed rl_ta
 def test_keys_without_effect_are_refused_by_name(others):
   for given in REFUSED[others].split():
     with pytest.raises(UserError) as caught:
-      check_rl(load_config([*KEYS.split(), *others.split(), given]))
+      _check(given, *others.split())
     key, _, value = given.partition("=")
     said = str(caught.value)
     assert said.startswith(key), said
     assert value.strip("[],0123456789") in said
     assert f"leave it out, or set {key}=" in said or f"for example {key}=" in said, said
-  check_rl(load_config([*KEYS.split(), *others.split()]))
+  _check(*others.split())
+
+
+def _check(*keys: str) -> None:
+  config = load_config([*KEYS.split(), *keys])
+  without_effect(config)
+  check_rl(config)
 
 
 def test_every_key_is_refused_or_has_an_effect():

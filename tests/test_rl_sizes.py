@@ -333,4 +333,4 @@ def test_commands_that_train_on_text_refuse_a_batch_of_prompts(command, capsys):
   assert command.main([RL]) == 2
   assert "whose batch_size counts prompts" in capsys.readouterr().err
   assert command.main([RL, "num_generations=-1", "rollout_devices=2"]) == 2
-  assert "rollout_devices=2 only sample, and this command trains on text" in capsys.readouterr().err
+  assert "rollout_devices=2 has no effect with num_generations=-1" in capsys.readouterr().err

@@ -13,6 +13,8 @@ from vocabularies import END, MAKERS, huggingface, sentencepiece_model, tiktoken
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.checkpoints.record import identity
+from maxbatch.config.effects import without_effect
+from maxbatch.config.load import load_config
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.registry import build_dataset, build_tokenizer
@@ -218,10 +220,8 @@ def test_a_missing_library_is_named_with_what_installs_it(folders, monkeypatch, 
 
 
 def test_bytes_need_no_vocabulary():
-  with pytest.raises(
-    UserError, match="tokenizer_type=byte reads no vocabulary, and tokenizer_path"
-  ):
-    build_tokenizer(keys("byte", Path("x")))
+  with pytest.raises(UserError, match="tokenizer_path=x has no effect with tokenizer_type=byte"):
+    without_effect(load_config(["config=base", "tokenizer_path=x"]))
 
 
 def test_long_runs_are_divided_and_others_are_not():

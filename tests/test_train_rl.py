@@ -326,7 +326,6 @@ def test_a_difference_between_sampler_and_trainer_stops_the_run(tmp_path, capsys
     (["accumulation=fused"], "accumulation=fused"),
     (["decode_sampling_temperature=0"], "decode_sampling_temperature=0"),
     (["warm_start_steps=3", "load_parameters_path=x"], "warm_start_steps=3"),
-    (["warm_start_steps=3", "rl_task="], "rl_task is empty"),
     (["dropout_rate=0.1"], "dropout_rate=0.1"),
     (["gns=all"], "gns=all"),
   ],

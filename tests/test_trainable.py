@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict
 from initial_states import initial_state, random_parameters
 from support import config, in_microbatches, mesh, relative_errors, uneven_rows
 
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile.program import state_bytes
 from maxbatch.compile.traced_flops import model_flops_per_token
 from maxbatch.errors import UserError
@@ -22,7 +23,7 @@ from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import timetable_arrays
 from maxbatch.precision.policy import policy_of
-from maxbatch.training.build import lost_updates, parameter_counts
+from maxbatch.training.build import build_trainer, lost_updates, parameter_counts
 from maxbatch.training.loss import loss_parts, loss_sum
 from maxbatch.training.model_parts import to_layer_order, to_stage_order
 from maxbatch.training.objective import LOSS
@@ -135,8 +136,6 @@ def test_a_pattern_without_a_match_is_refused_with_the_nearest():
     ({"trainable": "[layer/atention/*]"}, "nearest: layers/attention/*"),
     ({"trainable": "[embeding]"}, "for example trainable=['embedding']"),
     ({"lora_rank": 2, "lora_targets": "[querry]"}, "Did you mean query? It has down, gate, key,"),
-    ({"lora_targets": "[query]"}, "lora_targets=['query'] has no effect with lora_rank=0"),
-    ({"lora_alpha": 2}, "lora_alpha=2.0 has no effect with lora_rank=0; for example lora_rank=16"),
     (
       {"lora_rank": 2, "gns": "norm"},
       "gns=norm measures the gradients of the normalization layers",
@@ -146,6 +145,21 @@ def test_a_pattern_without_a_match_is_refused_with_the_nearest():
     with pytest.raises(UserError) as caught:
       model_of(**keys)
     assert said in str(caught.value)
+
+
+def test_muon_without_a_matrix_that_trains_is_refused():
+  for keys in ({"lora_rank": 2}, {"trainable": "[embedding]"}):
+    with pytest.raises(
+      UserError, match=r"opt_type=muon orthogonalizes .* for example opt_type=adamw"
+    ):
+      built(opt_type="muon", **keys)
+  built(opt_type="muon", lora_rank=2, trainable='["layers/attention/out/kernel"]')
+
+
+def built(**keys: Any) -> Trainer:
+  settings = config(batch_size=8, **keys)
+  plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 8))
+  return build_trainer(settings, plan, jax.devices())
 
 
 def test_counts_and_work_know_what_trains():

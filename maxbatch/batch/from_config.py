@@ -40,18 +40,13 @@ def check_supervised(config: RLConfig) -> None:
   """Checks, for commands that train on text, that the sizes count samples and not prompts.
 
   Raises:
-    UserError: the configuration is one of reinforcement learning, or keeps devices for it.
+    UserError: the configuration is one of reinforcement learning.
   """
   if is_rl(config):
     raise UserError(
       f"num_generations={config.num_generations} makes this a configuration of reinforcement "
       "learning, whose batch_size counts prompts, and this command trains on text; for example "
       "num_generations=-1, or another config"
-    )
-  if config.rollout_devices:
-    raise UserError(
-      f"rollout_devices={config.rollout_devices} only sample, and this command trains on text; for "
-      "example rollout_devices=0"
     )
 
 
@@ -174,11 +169,6 @@ def _phase_starts(batch: BatchConfig, inputs: ScheduleInputs) -> PhaseStarts:
     _check_growth(inputs, most)
     # The first batch alone; noise/controller.py decides on the later ones during the run.
     return constant(inputs)
-  if most != -1:
-    raise UserError(
-      f"gns_max_batch_size={most} limits batch_schedule=gns, and the batch does not follow the "
-      "noise scale; for example gns_max_batch_size=-1"
-    )
   if name == "file":
     return _from_file(batch.batch_schedule_file, inputs.sizes.batch)
   name = batch.batch_schedule_type if name == inputs.keys.batch_schedule_type else name

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from maxbatch.checkpoints.fingerprint import VERSION, VERSIONS, fingerprints, named_leaves
 from maxbatch.config.declare import CHANGEABLE, FIXED, Resume
 from maxbatch.config.load import to_flat_dict
-from maxbatch.config.schema import Config, resume_classes
+from maxbatch.config.schema import Config, keys_of
 from maxbatch.core.plan import Position
 from maxbatch.data.mixture import STREAM_VERSION
 from maxbatch.data.rows import Dataset
@@ -70,8 +70,8 @@ def settings(config: Config) -> dict[str, object]:
 
 
 def _of_class(config: Config, resume: Resume) -> dict[str, object]:
-  classes = resume_classes(config)
-  return {key: value for key, value in to_flat_dict(config).items() if classes[key] == resume}
+  keys = keys_of(config)
+  return {key: value for key, value in to_flat_dict(config).items() if keys[key].resume == resume}
 
 
 def _contents(fingerprint: str, paths: Mapping[str, object], files: Mapping[str, int]) -> object:

@@ -46,6 +46,12 @@ def printable(text: str) -> str:
   return "".join(escaped)
 
 
+def note(lines: Iterable[str]) -> None:
+  """Writes lines beside what a command prints, to standard error."""
+  for line in lines:
+    print(line, file=sys.stderr, flush=True)
+
+
 def for_screen(text: str) -> str:
   """Returns the text as a terminal shows it best; elsewhere as it is.
 

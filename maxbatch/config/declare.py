@@ -181,14 +181,47 @@ PER_START: Resume = "per start"
 """Says what a start does beside training, and where; not compared."""
 
 
-def key(default: Value, resume: Resume) -> Value:
+@dataclasses.dataclass(frozen=True)
+class Besides:
+  """All values but some."""
+
+  excluded: tuple[object, ...]
+  like: object
+  """One of those that are left, for messages."""
+
+
+def besides(*excluded: object, like: object) -> Besides:
+  """Returns all values but `excluded`, of which `like` is one."""
+  return Besides(excluded, like)
+
+
+@dataclasses.dataclass(frozen=True)
+class When:
+  """A condition on other keys, without which a key has no effect."""
+
+  alternatives: tuple[Mapping[str, object], ...]
+  """Any of them will do: keys, each with the value that it must have, a list of such values, or
+  Besides. A plug-in's name will do for any, as plug-ins read what they like."""
+  refuses: bool = False
+  """Whether a key without effect is refused, since the run would mean something else than its keys
+  say; else it is named when the run begins."""
+
+
+def when(*alternatives: Mapping[str, object], refuses: bool = False) -> When:
+  """Returns a condition of a key (see `When`)."""
+  return When(alternatives, refuses)
+
+
+def key(default: Value, resume: Resume, *read_when: When) -> Value:
   """Declares a key as a field of a frozen dataclass.
 
   Args:
     default: of the field's type, hashable.
     resume: FIXED, CHANGEABLE or PER_START.
+    *read_when: conditions that must all hold for the key to be read; none: every run reads it.
   """
-  field = dataclasses.field(default=default, metadata={"resume": resume})
+  metadata = {"resume": resume, "read_when": read_when}
+  field = dataclasses.field(default=default, metadata=metadata)
   return typing.cast(Value, field)
 
 
@@ -214,6 +247,7 @@ class Key:
   """With its range: `Annotated[int, Range(low=1)]`."""
   default: object
   resume: Resume
+  read_when: tuple[When, ...] = ()
 
 
 PlugIns = tuple[tuple[str, object], ...]
@@ -243,7 +277,12 @@ def declared(cls: type) -> Mapping[str, Key]:
   hints = typing.get_type_hints(cls, include_extras=True) if is_text else {}
   return types.MappingProxyType(
     {
-      field.name: Key(hints.get(field.name, field.type), field.default, field.metadata["resume"])
+      field.name: Key(
+        hints.get(field.name, field.type),
+        field.default,
+        field.metadata["resume"],
+        field.metadata["read_when"],
+      )
       for field in fields
     }
   )

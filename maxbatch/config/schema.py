@@ -10,7 +10,7 @@ import functools
 import types
 from collections.abc import Mapping
 
-from maxbatch.config.declare import Key, PlugIns, Resume, Section, declared
+from maxbatch.config.declare import Key, PlugIns, Section, declared
 from maxbatch.config.keys.batch import BatchConfig, MeshConfig, PipelineConfig
 from maxbatch.config.keys.data import DataConfig
 from maxbatch.config.keys.model import ModelConfig, PrecisionConfig
@@ -59,11 +59,10 @@ def fields() -> Mapping[str, tuple[str, Key]]:
   )
 
 
-def resume_classes(config: Config) -> dict[str, Resume]:
-  """Returns what a resume may change, by key, those of plug-ins included."""
+def keys_of(config: Config) -> dict[str, Key]:
+  """Returns the keys of a configuration as they are declared, those of plug-ins included."""
   own = [type(keys) for section in vars(config).values() for _, keys in section.plugins]
-  classes = [*sections().values(), *own]
-  return {key: one.resume for cls in classes for key, one in declared(cls).items()}
+  return {key: one for cls in [*sections().values(), *own] for key, one in declared(cls).items()}
 
 
 def to_flat(config: Config | Section) -> dict[str, object]:

@@ -11,31 +11,13 @@ from maxbatch.data.corpus import build_corpus
 from maxbatch.data.file_datasets import Given
 from maxbatch.data.mixed import mixed_paths
 from maxbatch.data.mixture import MixedRows
-from maxbatch.data.record_files import AUTO
 from maxbatch.data.rows import Dataset, RowSource
-from maxbatch.data.sources import STDLIB
 from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer
 from maxbatch.data.tokenizers import huggingface, sentencepiece, tiktoken
 from maxbatch.errors import UserError
 
-
-def _byte(data: DataConfig) -> Tokenizer:
-  given = {
-    "tokenizer_path": data.tokenizer_path,
-    "bos_token": data.bos_token,
-    "eos_token": data.eos_token,
-    "pad_token": data.pad_token,
-  }
-  if unread := [f"{key}={value}" for key, value in given.items() if value]:
-    raise UserError(
-      f"tokenizer_type=byte reads no vocabulary, and {' '.join(unread)}; give tokenizer_type="
-      "huggingface, sentencepiece or tiktoken as well, or leave them empty"
-    )
-  return ByteTokenizer()
-
-
 TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
-  "byte": _byte,
+  "byte": lambda _: ByteTokenizer(),
   "huggingface": huggingface.build,
   "sentencepiece": sentencepiece.build,
   "tiktoken": tiktoken.build,
@@ -90,42 +72,7 @@ def build_dataset(data: DataConfig, max_target_length: int) -> Dataset:
   # Random tokens have no sources, and take the place of whatever is configured.
   mixture = None if data.dataset_type == "synthetic" else mixed_paths(data)
   dataset = mixed.build(data, mixture, build_one) if mixture else build_one(data)
-  description = "\n".join([dataset.description, *_unread(data)])
-  return dataclasses.replace(dataset, tokenizer_version=tokenizer.version, description=description)
-
-
-def _unread(data: DataConfig) -> list[str]:
-  by_type: dict[str, dict[str, object]] = {
-    "grain": {
-      "grain_train_files": data.grain_train_files,
-      "grain_eval_files": data.grain_eval_files,
-      "grain_file_type": data.grain_file_type.removeprefix(AUTO),
-    },
-    "hf": {
-      "hf_path": data.hf_path,
-      "hf_name": data.hf_name,
-      "hf_data_dir": data.hf_data_dir,
-      "hf_train_files": data.hf_train_files,
-      "hf_eval_files": data.hf_eval_files,
-      "hf_eval_split": data.hf_eval_split,
-    },
-  }
-  if data.dataset_type in ("grain", "hf"):
-    text_path = data.dataset_path if data.dataset_path != STDLIB else ""
-    by_type["text"] = {"dataset_path": text_path, "eval_dataset_path": data.eval_dataset_path}
-  if data.dataset_type == "text":
-    columns = {
-      "train_data_columns": data.train_data_columns,
-      "eval_data_columns": data.eval_data_columns,
-    }
-    by_type["grain or hf"] = {key: list(of) for key, of in columns.items() if of != ("text",)}
-  given = [
-    f"{key}={value} (dataset_type={name} reads it)"
-    for name, keys in by_type.items()
-    for key, value in keys.items()
-    if value and name != data.dataset_type
-  ]
-  return [f"not read: {', '.join(given)}"] if given else []
+  return dataclasses.replace(dataset, tokenizer_version=tokenizer.version)
 
 
 def check_epochs(data: DataConfig, rows: RowSource, num_samples: int) -> None:

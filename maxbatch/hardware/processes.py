@@ -91,6 +91,15 @@ def stated_processes(keys: DistributedConfig, environment: Mapping[str, str]) ->
   return StatedProcesses(_address(keys, environment), number, own, sign)
 
 
+def is_first_process(keys: DistributedConfig) -> bool:
+  """Returns whether no other process is known to be the first, before any have joined.
+
+  Raises:
+    UserError: as `stated_processes`.
+  """
+  return not stated_processes(keys, os.environ).process_id
+
+
 def _numbers(environment: Mapping[str, str]) -> tuple[int | None, int | None, str]:
   """Returns the number of processes, this one's number, and the variable that shows several."""
   for count, rank in _NUMBERED:

@@ -83,10 +83,9 @@ def add_adapters(model: nnx.Module, config: ModelConfig, rngs: nnx.Rngs) -> None
   """Gives the Projections that lora_targets names their adapters; none if lora_rank is 0.
 
   Raises:
-    UserError: keys of adapters without a rank, or a name that no Projection has.
+    UserError: a name that no Projection has.
   """
   if config.lora_rank == 0:
-    _check_unused(config)
     return
   named = {
     str(path[-1]): module
@@ -100,17 +99,6 @@ def add_adapters(model: nnx.Module, config: ModelConfig, rngs: nnx.Rngs) -> None
   for path, module in nnx.iter_modules(model):
     if isinstance(module, Projection) and path[-1] in targets:
       module.add_adapter(rngs, config.lora_rank, scale(config))
-
-
-def _check_unused(config: ModelConfig) -> None:
-  for key, value, off in (
-    ("lora_alpha", config.lora_alpha, -1),
-    ("lora_targets", list(config.lora_targets), []),
-  ):
-    if value != off:
-      raise UserError(
-        f"{key}={value} has no effect with lora_rank=0; for example lora_rank=16, or {key}={off}"
-      )
 
 
 def _no_projection(target: str, known: Sequence[str], config: ModelConfig) -> str:

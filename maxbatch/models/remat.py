@@ -125,29 +125,11 @@ def _asked(config: ModelConfig) -> dict[str, str]:
 
 
 def validate_remat(config: ModelConfig) -> None:
-  """Checks that every key of a tensor has an effect.
+  """Checks what is kept.
 
   Raises:
-    UserError: one has none.
+    UserError: a layer's input is not, with remat_policy=custom.
   """
-  default = {"decoder_layer_input": "device"}
-  asked = {
-    name: place for name, place in _asked(config).items() if place != default.get(name, "remat")
-  }
-  if asked and config.remat_policy not in ("custom", "explore"):
-    words = " ".join(f"{name}={place}" for name, place in asked.items())
-    raise UserError(
-      f"{words}: has an effect only with remat_policy=custom (now {config.remat_policy}), which "
-      "takes what is kept from these keys"
-    )
-  gated = config.mlp_activation != "gelu"
-  unknown = [name for name in (_PLAIN if gated else _GATED) if name in asked]
-  if unknown:
-    there = " and ".join(_GATED if gated else _PLAIN)
-    raise UserError(
-      f"{unknown[0]}={asked[unknown[0]]}: a layer with mlp_activation={config.mlp_activation} has no "
-      f"such tensor, but {there}"
-    )
   if config.decoder_layer_input == "remat" and config.remat_policy == "custom":
     raise UserError(
       "decoder_layer_input=remat: what a layer is given cannot be computed again by the layer; use "

@@ -14,6 +14,7 @@ from maxbatch.core.keys import counted, text
 from maxbatch.core.phases import Phase
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.tuning.candidates import Candidate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,8 @@ class PlanReport:
   pipeline: Pipeline | None = None
   assumption: str = ""
   """Why there are as many devices, where nothing says how many."""
+  sizes: Sequence[Candidate] = ()
+  """What micro_batch_size=explore ranks."""
   rl: RLPlan | None = None
   """The plan of reinforcement learning, whose completions are the plan's samples; nothing loads
   them."""
@@ -58,6 +61,7 @@ class PlanReport:
   def __str__(self) -> str:
     parts = [
       "\n".join(self._given_lines()),
+      *([section("Sizes to explore", _sizes(self.sizes).lines(""))] if self.sizes else []),
       *([f"{self.rl}\n\nTraining on the completions, each a sample"] if self.rl else []),
       self.plan.derivation(),
       *([section("Loading", map(_load_line, self.loads))] if self.loads else []),
@@ -126,6 +130,12 @@ def _cells(phase: dict[str, Any]) -> tuple[str, ...]:
     "…".join(rate for rate, _ in itertools.groupby(rates)),
     "the rest of the budget" if phase["is_cut"] else note,
   )
+
+
+def _sizes(sizes: Sequence[Candidate]) -> Table:
+  head = ("micro_batch_size", "microbatch", "accumulation", "batch")
+  rows = [(text(one.size), one.micro_batch, one.num_microbatches, one.batch) for one in sizes]
+  return Table(head, [(size, *(f"{number:,}" for number in rest)) for size, *rest in rows])
 
 
 def _load_line(load: HostLoad) -> str:

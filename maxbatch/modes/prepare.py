@@ -11,6 +11,7 @@ from maxbatch.command_line.screen import for_screen
 from maxbatch.compile import cache
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.step_file import check_replaces_no_other
+from maxbatch.config.effects import without_effect
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted
 from maxbatch.core.phases import Position
@@ -21,13 +22,13 @@ from maxbatch.hardware.agreement import one_process_at_a_time, sync_errors
 from maxbatch.hardware.connections import connect
 from maxbatch.hardware.devices import Target, describe_devices
 from maxbatch.hardware.ending import ending_together
+from maxbatch.hardware.processes import is_first_process
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.modes.initialization import Initialization, find_initialization, saving_frozen
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.method import Check, Method, Passed, Purpose, ResolvedRun
 from maxbatch.modes.start import check_same_run
 from maxbatch.modes.summary import description
-from maxbatch.pipeline_parallel.layout import check_unused_keys
 from maxbatch.run_folder.metrics import each_record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
@@ -64,13 +65,15 @@ class Prepared:
 
 
 def purpose_of(config: Config) -> Purpose:
-  """Returns what the keys ask for: to train, or only to check or compile.
+  """Returns what the keys ask for: to train, or only to check or compile; names those without effect.
 
   Raises:
     UserError: keys that exclude each other, a run on devices that are not here, keys without
       effect, or a file that a compiled step would replace.
   """
-  check_unused_keys(config.pipeline)
+  lines = without_effect(config)
+  if is_first_process(config.distributed):
+    print(for_screen("".join(f"{line}\n" for line in lines)), end="", flush=True)
   keys = config.compile
   if keys.validate_only and keys.compile_only:
     raise UserError(

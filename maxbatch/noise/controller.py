@@ -320,17 +320,16 @@ def check_noise(config: Config, plan: BatchPlan) -> None:
       f"gns={gns} needs at least 2 samples per step, and {where} has one; for example batch_size=2 "
       "gradient_accumulation_steps=-1, or gns=off"
     )
-  if config.batch.batch_schedule_file and config.batch.batch_schedule != "file":
+  replicas = plan.topology.shape["data"]
+  if config.noise.gns_from_microbatches and not any(
+    point.num_microbatches * replicas > 1 for point in plan.schedule.points
+  ):
     raise UserError(
-      f"batch_schedule_file={config.batch.batch_schedule_file} needs batch_schedule=file; for "
-      'example batch_schedule=file, or batch_schedule_file=""'
+      "gns_from_microbatches=true compares the gradients of microbatches, and a step has one microbatch "
+      "and one replica of the model (data 1); for example gradient_accumulation_steps=2, or gns=norm "
+      "gns_from_microbatches=false"
     )
   if not follows_noise_scale(config.batch):
-    if config.noise.gns_dry_run:
-      raise UserError(
-        "gns_dry_run=true needs batch_schedule=gns, whose decisions it logs; for example "
-        "batch_schedule=gns gns_dry_run=true"
-      )
     return
   _check_measured(config)
   _check_counted(config, plan)

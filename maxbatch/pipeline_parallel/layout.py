@@ -310,26 +310,3 @@ def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys
     if value != -1:
       for samples in nearest_multiples(step_unit, Fraction(total)):
         yield {name: int(samples) * scale}
-
-
-def check_unused_keys(config: PipelineConfig) -> None:
-  """Refuses keys of a pipeline where there is none.
-
-  Raises:
-    UserError: something is set that only a schedule uses.
-  """
-  if config.pipeline_schedule != "none":
-    return
-  unused = (
-    ("num_pipeline_microbatches", config.num_pipeline_microbatches, -1),
-    ("num_pipeline_repeats", config.num_pipeline_repeats, -1),
-    ("num_layers_per_pipeline_stage", config.num_layers_per_pipeline_stage, -1),
-    ("pipeline_delay_activation_forwarding", config.pipeline_delay_activation_forwarding, False),
-    ("pipeline_stash", config.pipeline_stash, "input"),
-  )
-  for key, value, off in unused:
-    if value != off:
-      raise UserError(
-        f"{assigned({key: value})} has no effect with pipeline_schedule=none; leave it out, or set "
-        f"{assigned({key: off})}"
-      )

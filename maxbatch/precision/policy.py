@@ -129,19 +129,9 @@ _ROUNDED = {"stochastic": "stochastically", "nearest": "to the nearest"}
 
 
 def policy_of(config: PrecisionConfig) -> Policy:
-  """Returns the policy that the keys describe.
-
-  Raises:
-    UserError: keys that contradict each other.
-  """
-  parameters = FORMATS[config.weight_dtype]
-  if parameters == FLOAT32 and config.weight_rounding != "none":
-    raise UserError(
-      f"weight_rounding={config.weight_rounding} has no effect with weight_dtype=float32, which keeps "
-      "updates as they are; for example weight_rounding=none"
-    )
+  """Returns the policy that the keys describe."""
   return Policy(
-    parameters=parameters,
+    parameters=FORMATS[config.weight_dtype],
     compute=compute_format(config),
     gradients=FORMATS[config.grad_dtype],
     weight_rounding=config.weight_rounding,

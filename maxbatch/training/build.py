@@ -23,7 +23,13 @@ from maxbatch.data.rows import Dataset, Rows, RowSource, SourceRows
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import CompilerFlags, compiler_flags
 from maxbatch.hardware.devices import Device
-from maxbatch.hardware.sharding import make_mesh, num_processes, replicated_dims, sharding
+from maxbatch.hardware.sharding import (
+  LogicalAxes,
+  make_mesh,
+  num_processes,
+  replicated_dims,
+  sharding,
+)
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.models.remat import offload_obstacle
@@ -119,7 +125,7 @@ def _trainer(
 ) -> Trainer:
   return Trainer(
     model=model,
-    optimizer=make_optimizer(optimizer, model.axes(), every_k),
+    optimizer=make_optimizer(optimizer, _trained_axes(model), every_k),
     mesh=make_mesh(layout, devices),
     # Another key than the weights', from the same seed.
     dropout_key=jax.random.fold_in(jax.random.key(model.config.init_weights_seed), 1),
@@ -192,8 +198,12 @@ def following(trainer: Trainer, config: Config, plan: BatchPlan) -> Trainer:
   if not streams(config):
     return trainer
   every_k = _microbatches_per_update(config, plan)
-  optimizer = make_optimizer(config.optimizer, trainer.model.axes(), every_k)
+  optimizer = make_optimizer(config.optimizer, _trained_axes(trainer.model), every_k)
   return dataclasses.replace(trainer, optimizer=optimizer)
+
+
+def _trained_axes(model: Model) -> dict[tuple[str, ...], LogicalAxes]:
+  return {path: axes for path, axes in model.axes().items() if path not in model.frozen}
 
 
 def _microbatches_per_update(config: Config, plan: BatchPlan) -> optax.Schedule | int:

@@ -175,12 +175,7 @@ def sgd(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
 
 def adafactor(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
   """Returns Adafactor (Shazeer & Stern 2018): a row and a column of second moments per matrix."""
-  del axes
-  if config.mu_dtype != "float32":
-    raise UserError(
-      f"mu_dtype={config.mu_dtype} has no effect with opt_type=adafactor, which keeps no first moment; "
-      "for example mu_dtype=float32"
-    )
+  del axes, config
   return optax.adafactor(1.0)
 
 
@@ -189,8 +184,18 @@ def muon(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
 
   Masks rather than optax.contrib.muon, whose other half is NAdam without weight decay, and
   whose state lies under other paths than the parameters, by which both are laid on the devices.
+  LoRA's matrices are no kernels: what Muon would be for the factors of a product is not settled.
+
+  Raises:
+    UserError: no kernel trains.
   """
   dims = {path: _matrix_dims(path, names) for path, names in axes.items()}
+  if not any(dims.values()):
+    raise UserError(
+      "opt_type=muon orthogonalizes the updates of the layers' matrices, and none of them trains with "
+      "these lora_rank and trainable: adapters and all else would be trained by AdamW; for example "
+      "opt_type=adamw"
+    )
 
   def of_each(params: Any) -> Any:
     return _map_by_path(lambda path: dims[path], params)
@@ -267,12 +272,12 @@ def make_optimizer(
 
   Args:
     config: which rule, and its constants.
-    axes: logical axes of every parameter by its path.
+    axes: logical axes of every parameter that trains, by its path.
     dispatches: dispatches in a step, each of which hands over one sum of gradients; a number, or a
       function of the number of updates made.
 
   Raises:
-    UserError: for an unknown opt_type.
+    UserError: for an unknown opt_type, or one without effect on these parameters.
   """
   rule = registered("opt_type", config.opt_type, OPTIMIZERS, config.plugins)
   return step_optimizer(

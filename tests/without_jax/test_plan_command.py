@@ -258,6 +258,21 @@ def test_what_is_to_be_chosen_is_said(capsys, keys, line):
   assert lines[0].startswith("Given  ")
   assert lines[1] == line
   assert f"Open   {facts(capsys, *keys)['choice']}; below" in line
+  assert keys[0] in lines[0]
+
+
+def test_what_explore_ranks_is_a_table(capsys):
+  assert "\n".join(
+    [
+      "Sizes to explore",
+      "  micro_batch_size  microbatch  accumulation  batch",
+      "                 1           8            12     96",
+      "                 2          16             6     96",
+      "                 3          24             4     96",
+      "",
+    ]
+  ) in show(capsys, "micro_batch_size={explore: {min: 1, max: 3}}", "batch_size=96")
+  assert "Sizes to explore" not in show(capsys, "micro_batch_size=auto", "batch_size=96")
 
 
 def test_nothing_is_open_where_the_size_is_known(capsys):
@@ -420,3 +435,15 @@ def test_loads_of_parts_of_samples_are_refused_with_an_offer_that_works(capsys, 
   offer = re.search(r"for example (expansion_factor_real_data=\S+)$", message)
   assert offer
   show(capsys, *keys.split(), offer[1])
+
+
+@pytest.mark.parametrize("page", ["docs/configuration.md"])
+def test_the_example_of_an_exact_size_is_one_that_the_plan_accepts(page, capsys):
+  text = " ".join((ROOT / page).read_text().split())
+  shown = re.search(
+    r"`(per_device_batch_size=[\d.]+)` on (\d+) devices.*?`(\w+=\d+)`.*? is 29", text
+  )
+  assert shown
+  size, devices, axis = shown.groups()
+  sizes = facts(capsys, size, f"num_devices={devices}", axis)["sizes"]
+  assert sizes["global_batch_to_train"] == 29

@@ -21,6 +21,17 @@ from maxbatch.config.declare import (
   Section,
   key,
 )
+from maxbatch.config.keys.read_when import (
+  FILE_SCHEDULE,
+  HERE,
+  LINEAR_RAMP,
+  NOISE_SCHEDULE,
+  PIPELINE,
+  RAMP,
+  RAMPUP,
+  SCHEDULE_WITH_UNIT,
+  TEXT,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +64,15 @@ class BatchConfig(Section, heading="the batch"):
   """Microbatches per optimizer step; raise it for a larger batch in the same memory; -1: derived,
   or 1."""
   expansion_factor_real_data: Annotated[Fraction, Range(limit=INT32)] = key(
-    Fraction(-1), CHANGEABLE
+    Fraction(-1), CHANGEABLE, TEXT
   )
   """Samples loaded at once as a multiple of global_batch_to_train; a load must be whole samples in
   every phase; above 1 only so many times fewer hosts read, and hand the surplus to the others; <=
   0: 1."""
-  loading_hosts: tuple[Annotated[int, Range(low=0, limit=INT32)], ...] = key((), CHANGEABLE)
+  loading_hosts: tuple[Annotated[int, Range(low=0, limit=INT32)], ...] = key((), CHANGEABLE, TEXT)
   """The hosts (processes, from 0) that read for all, for example [1, 3]; []: by
   expansion_factor_real_data, the first ones."""
-  eval_per_device_batch_size: Exact = key(Fraction(0), CHANGEABLE)
+  eval_per_device_batch_size: Exact = key(Fraction(0), CHANGEABLE, TEXT)
   """Samples per device and evaluation batch; raise it if memory allows; 0: as in training."""
   max_target_length: Positive = key(128, FIXED)
   """Sequence length: tokens per sample."""
@@ -71,12 +82,12 @@ class BatchConfig(Section, heading="the batch"):
   enable_rampup_batch_size: bool = key(False, CHANGEABLE)
   """Ramp the batch up from per_device_batch_size_start to the run's size over global_rampup_samples
   samples."""
-  per_device_batch_size_start: Exact = key(Fraction(1), CHANGEABLE)
+  per_device_batch_size_start: Exact = key(Fraction(1), CHANGEABLE, RAMPUP)
   """First size of that ramp-up, in samples per device and microbatch."""
-  per_device_batch_size_increment: Exact = key(Fraction(1), CHANGEABLE)
+  per_device_batch_size_increment: Exact = key(Fraction(1), CHANGEABLE, RAMPUP)
   """Increment of that ramp-up, in samples per device and microbatch; every increment lasts equally
   many samples."""
-  global_rampup_samples: Annotated[int, Range(low=1, limit=EXACT)] = key(500, CHANGEABLE)
+  global_rampup_samples: Annotated[int, Range(low=1, limit=EXACT)] = key(500, CHANGEABLE, RAMPUP)
   """Length of that ramp-up in samples."""
   batch_schedule: (
     Annotated[
@@ -87,21 +98,23 @@ class BatchConfig(Section, heading="the batch"):
   ) = key((), CHANGEABLE)
   """Batch size over training, in samples per step: [[0, 32], [10000, 64]]: 64 from 10000 on; gns:
   grows from batch_size with the gradient noise scale; file: as in batch_schedule_file; []: none."""
-  batch_schedule_file: Path = key("", CHANGEABLE)
+  batch_schedule_file: Path = key("", CHANGEABLE, FILE_SCHEDULE)
   """File for batch_schedule: file, in the format of batch_schedule.yml, which a run with
   batch_schedule: gns writes."""
   batch_schedule_type: Name = key("constant", CHANGEABLE)
   """Ramp-up to the run's batch size: constant (none), linear or doubling."""
-  batch_schedule_unit: Literal["steps", "samples", "tokens"] = key("samples", CHANGEABLE)
+  batch_schedule_unit: Literal["steps", "samples", "tokens"] = key(
+    "samples", CHANGEABLE, TEXT, SCHEDULE_WITH_UNIT
+  )
   """Unit of batch_schedule and batch_schedule_length: steps, samples or tokens; samples keep their
   meaning when the batch changes."""
-  batch_schedule_length: CountOrUnset = key(-1, CHANGEABLE)
+  batch_schedule_length: CountOrUnset = key(-1, CHANGEABLE, RAMP)
   """Length of a linear or doubling ramp-up, in batch_schedule_unit; -1: not given."""
-  batch_size_start: PositiveOrUnset = key(-1, CHANGEABLE)
+  batch_size_start: PositiveOrUnset = key(-1, CHANGEABLE, RAMP)
   """First batch of a linear or doubling ramp-up, in samples per step; -1: not given."""
-  batch_size_increment: PositiveOrUnset = key(-1, CHANGEABLE)
+  batch_size_increment: PositiveOrUnset = key(-1, CHANGEABLE, LINEAR_RAMP)
   """Increment of a linear ramp-up, in samples per step; -1: the same as batch_size_start."""
-  gns_max_batch_size: PositiveOrUnset = key(-1, CHANGEABLE)
+  gns_max_batch_size: PositiveOrUnset = key(-1, CHANGEABLE, NOISE_SCHEDULE)
   """Largest batch that batch_schedule: gns may reach, in samples per step, a multiple of the
   microbatch; -1: 16 times batch_size."""
 
@@ -111,7 +124,9 @@ class MeshConfig(Section, heading="the mesh"):
   """The devices and how the mesh axes divide them: ici inside a slice, dcn between slices."""
 
   # Each has threads of its own; a host cannot start more.
-  num_simulated_devices: Annotated[int, Range(low=0, limit=1024, also=-1)] = key(-1, CHANGEABLE)
+  num_simulated_devices: Annotated[int, Range(low=0, limit=1024, also=-1)] = key(
+    -1, CHANGEABLE, HERE
+  )
   """Number of simulated CPU devices, which several processes share equally; -1: the accelerators of
   this machine, or 8 simulated devices where there are none; 0: the devices of this machine, a CPU
   too."""
@@ -144,20 +159,20 @@ class PipelineConfig(Section, heading="the pipeline"):
   )
   """Pipeline schedule: none, gpipe, circular, 1f1b or interleaved_1f1b; python -m maxbatch.pipeline
   draws them."""
-  num_pipeline_microbatches: PositiveOrUnset = key(-1, CHANGEABLE)
+  num_pipeline_microbatches: PositiveOrUnset = key(-1, CHANGEABLE, PIPELINE)
   """Pipeline microbatches per gradient accumulation microbatch, a multiple of the stages; more:
   smaller bubble, smaller matrix products; -1: the fastest, measured when a run or compile_only
   begins."""
-  num_pipeline_repeats: PositiveOrUnset = key(-1, CHANGEABLE)
+  num_pipeline_repeats: PositiveOrUnset = key(-1, CHANGEABLE, PIPELINE)
   """Rounds of each microbatch through the stages, with other layers in each (circular,
   interleaved_1f1b); more: smaller bubble, more communication; -1: derived from the number of
   layers."""
-  num_layers_per_pipeline_stage: PositiveOrUnset = key(-1, CHANGEABLE)
+  num_layers_per_pipeline_stage: PositiveOrUnset = key(-1, CHANGEABLE, PIPELINE)
   """Layers per stage and repeat; -1: 1 if the schedule has repeats, else the layers divided by the
   stages."""
-  pipeline_delay_activation_forwarding: bool = key(False, CHANGEABLE)
+  pipeline_delay_activation_forwarding: bool = key(False, CHANGEABLE, PIPELINE)
   """Send activations to the next stage one iteration later, overlapped with computation; doubles
   the bubble."""
-  pipeline_stash: Literal["input", "residuals"] = key("input", CHANGEABLE)
+  pipeline_stash: Literal["input", "residuals"] = key("input", CHANGEABLE, PIPELINE)
   """What a stage stores of a microbatch for its backward pass: input (recomputes its layers, least
   memory) or residuals (what remat_policy saves, less computation)."""

@@ -21,6 +21,19 @@ from maxbatch.config.declare import (
   Seed,
   key,
 )
+from maxbatch.config.keys.read_when import (
+  ADAPTERS,
+  BFLOAT16_WEIGHTS,
+  CUSTOM_REMAT,
+  DYNAMIC_SCALE,
+  GATED,
+  LLAMA_ROPE,
+  LOSS_SCALE,
+  NOT_GATED,
+  QK_NORM,
+  ROPE,
+  WINDOW,
+)
 
 RematPlace = Literal["remat", "device", "offload"]
 """What becomes of a tensor until the backward pass."""
@@ -67,32 +80,32 @@ class ModelConfig(Section, heading="the model"):
   max_position_embeddings: PositiveOrUnset = key(-1, FIXED)
   """Positions the model is made for: the length of a table of learned ones, and what an export
   states; -1: max_target_length."""
-  rope_type: Literal["default", "llama3.1"] = key("default", FIXED)
+  rope_type: Literal["default", "llama3.1"] = key("default", FIXED, ROPE)
   """RoPE's frequencies: default, or llama3.1, which slows the slow ones by rope_factor so that a
   trained model reads longer rows."""
-  rope_max_timescale: Annotated[float, Range(low=1, limit=FLOAT32)] = key(10000.0, FIXED)
+  rope_max_timescale: Annotated[float, Range(low=1, limit=FLOAT32)] = key(10000.0, FIXED, ROPE)
   """RoPE's longest wavelength (theta); raise it for longer contexts."""
   local_rope_max_timescale: Annotated[float, Range(low=1, limit=FLOAT32, also=-1)] = key(
-    -1.0, FIXED
+    -1.0, FIXED, ROPE, WINDOW
   )
   """The same for layers of sliding attention in layer_types (Gemma 3); -1: rope_max_timescale."""
-  rope_linear_scaling_factor: Annotated[float, Range(low=1, limit=FLOAT32)] = key(1.0, FIXED)
+  rope_linear_scaling_factor: Annotated[float, Range(low=1, limit=FLOAT32)] = key(1.0, FIXED, ROPE)
   """Divides all of RoPE's frequencies, but not with local_rope_max_timescale (Gemma 3: 8); 1:
   none."""
-  rope_factor: Annotated[float, Range(low=1, limit=FLOAT32)] = key(1.0, FIXED)
+  rope_factor: Annotated[float, Range(low=1, limit=FLOAT32)] = key(1.0, FIXED, ROPE, LLAMA_ROPE)
   """rope_type llama3.1: factor by which slow frequencies are divided (Llama 3.1: 8, Llama 3.2:
   32)."""
-  rope_low_freq_factor: NonNegativeFloat = key(1.0, FIXED)
+  rope_low_freq_factor: NonNegativeFloat = key(1.0, FIXED, ROPE, LLAMA_ROPE)
   """rope_type llama3.1: frequencies of fewer turns within original_max_position_embeddings are
   divided in full."""
-  rope_high_freq_factor: NonNegativeFloat = key(4.0, FIXED)
+  rope_high_freq_factor: NonNegativeFloat = key(4.0, FIXED, ROPE, LLAMA_ROPE)
   """rope_type llama3.1: frequencies of more turns within original_max_position_embeddings stay as
   they are."""
-  original_max_position_embeddings: Positive = key(8192, FIXED)
+  original_max_position_embeddings: Positive = key(8192, FIXED, ROPE, LLAMA_ROPE)
   """rope_type llama3.1: tokens of the rows that the model was first trained on."""
   sliding_window_size: NonNegative = key(0, FIXED)
   """Sliding-window attention: tokens that a token attends to, itself included; 0: all."""
-  layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = key((), FIXED)
+  layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = key((), FIXED, WINDOW)
   """Which layers have that window, a pattern that repeats: [sliding_attention, full_attention]
   (Gemma 2); []: all."""
   query_pre_attn_scalar: NonNegative = key(0, FIXED)
@@ -108,7 +121,7 @@ class ModelConfig(Section, heading="the model"):
   """Tie the output projection to the embedding: fewer parameters."""
   use_qk_norm: bool = key(False, FIXED)
   """Normalize queries and keys per head, as in Qwen 3: more stable at high learning rates."""
-  qk_norm_across_heads: bool = key(False, FIXED)
+  qk_norm_across_heads: bool = key(False, FIXED, QK_NORM)
   """use_qk_norm over all heads together, as in OLMo 2."""
   attention_qkv_bias: bool = key(False, FIXED)
   """Biases in the query, key and value projections."""
@@ -147,28 +160,28 @@ class ModelConfig(Section, heading="the model"):
   minimal_offloaded, qkv_proj_offloaded (in the host's memory); full (only what each layer is given,
   least memory); custom (as the next keys say); explore, with micro_batch_size: explore: tries each
   of them."""
-  decoder_layer_input: RematPlace = key("device", CHANGEABLE)
+  decoder_layer_input: RematPlace = key("device", CHANGEABLE, CUSTOM_REMAT)
   """With remat_policy: custom, what becomes of each tensor of a layer: remat (computed again),
   device (kept) or offload (kept in the host's memory). What a layer is given: device or offload."""
-  query_proj: RematPlace = key("remat", CHANGEABLE)
+  query_proj: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
   """Queries of attention, rotated."""
-  key_proj: RematPlace = key("remat", CHANGEABLE)
+  key_proj: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
   """Keys of attention, rotated."""
-  value_proj: RematPlace = key("remat", CHANGEABLE)
+  value_proj: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
   """Values of attention, as they are."""
-  context: RematPlace = key("remat", CHANGEABLE)
+  context: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
   """What attention gives, with its normalizers where a kernel computes it."""
-  attention_out: RematPlace = key("remat", CHANGEABLE)
+  attention_out: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
   """The same, laid out for the output projection."""
-  out_proj: RematPlace = key("remat", CHANGEABLE)
+  out_proj: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
   """What the output projection of attention gives."""
-  mlpwi: RematPlace = key("remat", CHANGEABLE)
+  mlpwi: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT, NOT_GATED)
   """What the first matrix of the feed-forward layer gives, where it is not gated."""
-  mlpwi_0: RematPlace = key("remat", CHANGEABLE)
+  mlpwi_0: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT, GATED)
   """What the matrix of its gate gives."""
-  mlpwi_1: RematPlace = key("remat", CHANGEABLE)
+  mlpwi_1: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT, GATED)
   """What the matrix beside the gate gives."""
-  mlpwo: RematPlace = key("remat", CHANGEABLE)
+  mlpwo: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
   """What its last matrix gives."""
   num_vocab_tiling: NonNegative = key(0, CHANGEABLE)
   """Chunks in which logits and loss are computed; more save memory; 0: chunks whose logits are
@@ -179,9 +192,9 @@ class ModelConfig(Section, heading="the model"):
   lora_rank: NonNegative = key(0, FIXED)
   """Rank of LoRA's adapters, the only parameters that then train: with A·B beside a frozen matrix;
   8 to 64 is usual; 0: no adapters."""
-  lora_alpha: Annotated[float, Range(low=1e-6, limit=FLOAT32, also=-1)] = key(-1.0, FIXED)
+  lora_alpha: Annotated[float, Range(low=1e-6, limit=FLOAT32, also=-1)] = key(-1.0, FIXED, ADAPTERS)
   """The adapters' product counts lora_alpha / lora_rank times; -1: as lora_rank, so once."""
-  lora_targets: tuple[str, ...] = key((), FIXED)
+  lora_targets: tuple[str, ...] = key((), FIXED, ADAPTERS)
   """Projections that have adapters, by name: query, key, value, out, gate, up, down; []: query and
   value."""
 
@@ -200,7 +213,9 @@ class PrecisionConfig(Section, heading="precision"):
   weight_dtype: Literal["float32", "bfloat16"] = key("float32", FIXED)
   """Data type of the stored parameters: float32, or bfloat16 without a float32 copy, which needs
   weight_rounding."""
-  weight_rounding: Literal["none", "stochastic", "nearest"] = key("none", CHANGEABLE)
+  weight_rounding: Literal["none", "stochastic", "nearest"] = key(
+    "none", CHANGEABLE, BFLOAT16_WEIGHTS
+  )
   """How updated bfloat16 weights are rounded: stochastic (small updates are kept on average), or
   nearest (updates under 1/512 of a weight are lost); none: float32 weights are not."""
   grad_dtype: FloatFormat = key("float32", CHANGEABLE)
@@ -210,19 +225,23 @@ class PrecisionConfig(Section, heading="precision"):
   """Factor of the loss's gradient, divided out again: a number; dynamic (shrinks when a gradient
   overflows and the step is skipped, grows again later); none; auto: dynamic with float16. The loss
   is a sum over tokens, so 1 is what a mean's is with as many as the tokens of a step."""
-  initial_loss_scale: Scale = key(16.0, CHANGEABLE)
+  initial_loss_scale: Scale = key(16.0, CHANGEABLE, DYNAMIC_SCALE)
   """First scale of loss_scale: dynamic."""
-  min_loss_scale: Scale = key(0.0009765625, CHANGEABLE)
+  min_loss_scale: Scale = key(0.0009765625, CHANGEABLE, DYNAMIC_SCALE)
   """Smallest scale of loss_scale: dynamic."""
-  max_loss_scale: Scale = key(16777216.0, CHANGEABLE)
+  max_loss_scale: Scale = key(16777216.0, CHANGEABLE, DYNAMIC_SCALE)
   """Largest scale of loss_scale: dynamic."""
-  loss_scale_window: Positive = key(1000, CHANGEABLE)
+  loss_scale_window: Positive = key(1000, CHANGEABLE, DYNAMIC_SCALE)
   """Steps without a skipped one after which a dynamic scale grows."""
-  loss_scale_growth_factor: Annotated[float, Range(low=1.0625, high=1024)] = key(2.0, CHANGEABLE)
+  loss_scale_growth_factor: Annotated[float, Range(low=1.0625, high=1024)] = key(
+    2.0, CHANGEABLE, DYNAMIC_SCALE
+  )
   """By how much it grows."""
-  loss_scale_backoff_factor: Annotated[float, Range(low=0.001, high=0.9375)] = key(0.5, CHANGEABLE)
+  loss_scale_backoff_factor: Annotated[float, Range(low=0.001, high=0.9375)] = key(
+    0.5, CHANGEABLE, DYNAMIC_SCALE
+  )
   """By how much it shrinks when a step is skipped."""
-  max_consecutive_skipped_steps: Positive = key(30, CHANGEABLE)
+  max_consecutive_skipped_steps: Positive = key(30, CHANGEABLE, LOSS_SCALE)
   """Steps skipped in a row at which a run stops."""
   precision_report: bool = key(False, CHANGEABLE)
   """Write precision_report.txt and .json when a run begins and ends: exponents of weights,

@@ -25,6 +25,13 @@ from maxbatch.config.declare import (
   Section,
   key,
 )
+from maxbatch.config.keys.read_when import (
+  CHECKPOINTS,
+  PROCESSES,
+  PROFILER,
+  SAMPLE_TEXT,
+  TOPOLOGY,
+)
 from maxbatch.errors import UserError
 
 
@@ -66,7 +73,7 @@ class RunConfig(Section, heading="the run"):
   # A sample to look at.
   generate_length: Annotated[int, Range(low=0, high=100_000)] = key(160, CHANGEABLE)
   """Tokens of sample text to generate before and after training, and at evaluations; 0: none."""
-  prompt: str = key("def ", CHANGEABLE)
+  prompt: str = key("def ", CHANGEABLE, SAMPLE_TEXT)
   """Prompt of that text."""
   decode_sampling_temperature: NonNegativeFloat = key(0.8, CHANGEABLE)
   """Sampling temperature of texts, these and those of `python -m maxbatch.sample`; 0: greedy."""
@@ -100,18 +107,18 @@ class RunConfig(Section, heading="the run"):
 class DistributedConfig(Section, heading="many processes"):
   """How several processes find each other, and for how long they wait."""
 
-  coordinator_address: Annotated[str, Address()] = key("", PER_START)
+  coordinator_address: Annotated[str, Address()] = key("", PER_START, PROCESSES)
   """HOST:PORT at which process 0 waits for the others, a free port of its host; empty: what SLURM,
   Open MPI, Kubernetes, a TPU pod or JAX_COORDINATOR_ADDRESS says."""
-  num_processes: PositiveOrUnset = key(-1, PER_START)
+  num_processes: PositiveOrUnset = key(-1, PER_START, PROCESSES)
   """Number of processes that train together; -1: what the environment says."""
-  process_id: Annotated[int, Range(low=0, limit=INT32, also=-1)] = key(-1, PER_START)
+  process_id: Annotated[int, Range(low=0, limit=INT32, also=-1)] = key(-1, PER_START, PROCESSES)
   """Which of them this one is, from 0; -1: what the environment says."""
   skip_jax_distributed_system: bool = key(False, PER_START)
   """Train with this process alone, whatever the environment says of others."""
-  jax_distributed_initialization_timeout: Seconds = key(300, PER_START)
+  jax_distributed_initialization_timeout: Seconds = key(300, PER_START, PROCESSES)
   """Seconds to wait at the start until all processes have come."""
-  jax_distributed_heartbeat_timeout_seconds: Seconds = key(40, PER_START)
+  jax_distributed_heartbeat_timeout_seconds: Seconds = key(40, PER_START, PROCESSES)
   """Seconds without a sign of life after which a process counts as dead, and the others end."""
   hang_timeout_seconds: Annotated[int, Range(low=0, limit=1_000_000)] = key(1800, PER_START)
   """Seconds in which no step ends, nor a batch of an evaluation or a save, after which a run counts
@@ -129,7 +136,7 @@ class CompileConfig(Section, heading="before a run"):
   compile_topology: str = key("", PER_START)
   """TPU slice to compile for without having it (v5e-256, v5p-128, v6e-64, ...); empty: the present
   devices."""
-  compile_topology_num_slices: Annotated[int, Range(low=1, high=1024)] = key(1, PER_START)
+  compile_topology_num_slices: Annotated[int, Range(low=1, high=1024)] = key(1, PER_START, TOPOLOGY)
   """Number of these slices, connected by the data center network."""
   compiler_flags: str = key("none", PER_START)
   """Flags of XLA's compiler for steps and evaluations: none, published (what is published for dense
@@ -155,9 +162,9 @@ class ProfilingConfig(Section, heading="profiling"):
   profiler: Literal["xplane", ""] = key("", PER_START)
   """Trace some steps with jax's profiler: xplane, into {run_name}/profile; the report shows the
   longest operations beside the compile report's estimate; empty: off."""
-  skip_first_n_steps_for_profiler: NonNegative = key(1, PER_START)
+  skip_first_n_steps_for_profiler: NonNegative = key(1, PER_START, PROFILER)
   """Steps of a start before the first one that is traced; the first takes longer than others."""
-  profiler_steps: Positive = key(5, PER_START)
+  profiler_steps: Positive = key(5, PER_START, PROFILER)
   """Steps that are traced; more: a larger trace."""
 
 
@@ -167,18 +174,18 @@ class CheckpointConfig(Section, heading="checkpoints"):
 
   enable_checkpointing: bool = key(True, CHANGEABLE)
   """Save checkpoints, and resume from them."""
-  async_checkpointing: bool = key(True, CHANGEABLE)
+  async_checkpointing: bool = key(True, CHANGEABLE, CHECKPOINTS)
   """Save checkpoints in the background while training continues."""
-  checkpoint_format: str = key("orbax", CHANGEABLE)
+  checkpoint_format: str = key("orbax", CHANGEABLE, CHECKPOINTS)
   """How arrays are written: orbax; or module:attribute of your own. Each checkpoint is read as it
   was written."""
-  checkpoint_period: Annotated[int, Range(low=1, limit=EXACT)] = key(100, CHANGEABLE)
+  checkpoint_period: Annotated[int, Range(low=1, limit=EXACT)] = key(100, CHANGEABLE, CHECKPOINTS)
   """Interval of checkpoints, in schedule_unit; the last step is always saved."""
-  max_num_checkpoints_to_keep: Positive = key(3, CHANGEABLE)
+  max_num_checkpoints_to_keep: Positive = key(3, CHANGEABLE, CHECKPOINTS)
   """Number of newest checkpoints to keep."""
-  checkpoint_keep_period: PositiveOrUnset = key(-1, CHANGEABLE)
+  checkpoint_keep_period: PositiveOrUnset = key(-1, CHANGEABLE, CHECKPOINTS)
   """Keep checkpoints at multiples of this many steps for good; -1: none."""
-  allow_changed_resume: bool = key(False, PER_START)
+  allow_changed_resume: bool = key(False, PER_START, CHECKPOINTS)
   """Resume although data, seeds, model or optimizer differ from the checkpoint's; other keys may
   change anyway, and what changed is printed."""
   load_parameters_path: Path = key("", PER_START)

@@ -23,6 +23,22 @@ from maxbatch.config.declare import (
   Section,
   key,
 )
+from maxbatch.config.keys.read_when import (
+  ADAM,
+  BUILT_IN_TASK,
+  CALIBRATED,
+  CHANGING_BATCH,
+  DECAY,
+  FINITE_PROMPTS,
+  FIRST_MOMENT,
+  MEASURED,
+  NOISE_SCHEDULE,
+  RL,
+  ROLLOUTS,
+  SGD,
+  WARMUP_FRACTION,
+  WSD,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,30 +53,32 @@ class OptimizerConfig(Section, heading="the optimizer"):
   """Learning rate schedule: constant, cosine, linear or wsd (warm-up, stable, decay)."""
   learning_rate_schedule_steps: CountOrUnset = key(-1, CHANGEABLE)
   """Length of the schedule, warm-up included, in schedule_unit; -1: the whole budget."""
-  learning_rate_batch_coupling: Literal["auto", "none", "linear", "sqrt"] = key("auto", CHANGEABLE)
+  learning_rate_batch_coupling: Literal["auto", "none", "linear", "sqrt"] = key(
+    "auto", CHANGEABLE, CHANGING_BATCH
+  )
   """Scale the learning rate with batch / final batch: none, linear (for SGD) or sqrt (for Adam);
   auto: none, or sqrt of batch / first batch with batch_schedule: gns or file."""
   warmup_steps: CountOrZeroOrUnset = key(-1, CHANGEABLE)
   """Length of the warm-up in schedule_unit; -1: warmup_steps_fraction of the schedule."""
-  warmup_steps_fraction: Probability = key(0.1, CHANGEABLE)
+  warmup_steps_fraction: Probability = key(0.1, CHANGEABLE, WARMUP_FRACTION)
   """Length of the warm-up as a fraction of the schedule."""
-  learning_rate_final_fraction: Probability = key(0.1, CHANGEABLE)
+  learning_rate_final_fraction: Probability = key(0.1, CHANGEABLE, DECAY)
   """Final learning rate as a fraction of the peak."""
-  wsd_decay_steps_fraction: Probability = key(0.1, CHANGEABLE)
+  wsd_decay_steps_fraction: Probability = key(0.1, CHANGEABLE, WSD)
   """Length of the decay in wsd as a fraction of the schedule after the warm-up."""
   gradient_clipping_threshold: NonNegativeFloat = key(1.0, CHANGEABLE)
   """Maximum global norm of the gradient, averaged over the step's tokens; 0: no clipping."""
-  adam_b1: Annotated[float, Range(low=0, high=0.99999)] = key(0.9, FIXED)
+  adam_b1: Annotated[float, Range(low=0, high=0.99999)] = key(0.9, FIXED, ADAM)
   """adamw, muon: decay rate of the gradient's moving average."""
-  adam_b2: Annotated[float, Range(low=0, high=0.999999)] = key(0.95, FIXED)
+  adam_b2: Annotated[float, Range(low=0, high=0.999999)] = key(0.95, FIXED, ADAM)
   """adamw, muon: decay rate of the squared gradient's moving average."""
-  adam_eps: NonNegativeFloat = key(1e-08, CHANGEABLE)
+  adam_eps: NonNegativeFloat = key(1e-08, CHANGEABLE, ADAM)
   """adamw, muon: epsilon added to the denominator."""
-  adam_weight_decay: NonNegativeFloat = key(0.1, CHANGEABLE)
+  adam_weight_decay: NonNegativeFloat = key(0.1, CHANGEABLE, ADAM)
   """adamw, muon: weight decay of matrices; norms and biases are not decayed."""
-  sgd_momentum: Annotated[float, Range(low=0, high=0.99999)] = key(0.9, FIXED)
+  sgd_momentum: Annotated[float, Range(low=0, high=0.99999)] = key(0.9, FIXED, SGD)
   """sgd: momentum."""
-  mu_dtype: Literal["float32", "bfloat16"] = key("float32", FIXED)
+  mu_dtype: Literal["float32", "bfloat16"] = key("float32", FIXED, FIRST_MOMENT)
   """Data type of the first moment of adamw and muon, or of sgd's momentum; bfloat16 saves 2 bytes a
   parameter."""
   optimizer_memory_host_offload: bool = key(False, CHANGEABLE)
@@ -83,18 +101,18 @@ class NoiseConfig(Section, heading="the gradient noise scale: which batch size i
   """Also estimate it from the gradients of whole microbatches, one per microbatch and replica; in
   reinforcement learning per prompt, and of half groups too: whether more prompts or more
   generations help."""
-  gns_window_steps: Annotated[int, Range(low=8, limit=INT32)] = key(64, CHANGEABLE)
+  gns_window_steps: Annotated[int, Range(low=8, limit=INT32)] = key(64, CHANGEABLE, MEASURED)
   """Steps over which an estimate averages; more: less noise, slower response."""
-  gns_calibrate_every: NonNegative = key(10, CHANGEABLE)
+  gns_calibrate_every: NonNegative = key(10, CHANGEABLE, CALIBRATED)
   """With gns: norm, steps between measurements of all layers, which calibrate the prediction for
   the whole model; it takes some 20 of them for a number; 0: never."""
-  gns_report_every: NonNegative = key(100, CHANGEABLE)
+  gns_report_every: NonNegative = key(100, CHANGEABLE, MEASURED)
   """Steps between log lines with the noise scale; 0: one at the end."""
-  gns_dwell_tokens: CountOrZeroOrUnset = key(-1, CHANGEABLE)
+  gns_dwell_tokens: CountOrZeroOrUnset = key(-1, CHANGEABLE, NOISE_SCHEDULE)
   """Tokens that batch_schedule: gns trains with a batch size at least; -1: 1/50 of the run."""
-  gns_windows_before_growth: Positive = key(3, CHANGEABLE)
+  gns_windows_before_growth: Positive = key(3, CHANGEABLE, NOISE_SCHEDULE)
   """Consecutive windows, half overlapping, that must agree before the batch grows."""
-  gns_dry_run: bool = key(False, CHANGEABLE)
+  gns_dry_run: bool = key(False, CHANGEABLE, NOISE_SCHEDULE)
   """Log what batch_schedule: gns would do without changing the batch."""
 
 
@@ -107,55 +125,57 @@ class RLConfig(Section, heading="reinforcement learning"):
   """Completions per prompt, a group; with it batch_size counts prompts per step, and
   micro_batch_size completions on all devices (-1: all at once); -1: no reinforcement
   learning."""
-  num_iterations: Positive = key(1, FIXED)
+  num_iterations: Positive = key(1, FIXED, RL)
   """Optimizer steps on each batch of completions; more: fewer rollouts, further from the policy that
   sampled."""
-  max_prefill_predict_length: Positive = key(64, CHANGEABLE)
+  max_prefill_predict_length: Positive = key(64, CHANGEABLE, RL)
   """Longest prompt in tokens; a completion has the rest of max_target_length."""
-  rollout_devices: DevicesOrNone = key(0, CHANGEABLE)
+  rollout_devices: DevicesOrNone = key(0, CHANGEABLE, ROLLOUTS)
   """Devices that only sample, apart from the mesh that trains; 0: all devices do both in turn."""
   # A snapshot of the parameters for each.
-  rollout_staleness: Annotated[int, Range(low=0, high=64)] = key(0, CHANGEABLE)
+  rollout_staleness: Annotated[int, Range(low=0, high=64)] = key(0, CHANGEABLE, RL)
   """Steps by which the policy that samples lags behind, so that the next batch is sampled
   meanwhile; 0: overlap within a batch alone, and exactly the synchronous training."""
   # The prompts.
-  rl_task: str = key("", FIXED)
+  rl_task: str = key("", FIXED, RL)
   """Built-in task with answers to verify: mix-sort or format; empty: prompts from the data, the
   first of train_data_columns, the other columns for the reward functions."""
-  warm_start_steps: NonNegative = key(0, PER_START)
+  warm_start_steps: NonNegative = key(0, PER_START, RL, BUILT_IN_TASK)
   """Steps of 64 of the task's demonstrations, right and wrong ones, at learning rate 1e-3, with
   which a run begins, in {run_name}/warm_start: training on rewards makes frequent what a model
   already does now and then; 0: none."""
-  num_prompts: CountOrUnset = key(-1, FIXED)
+  num_prompts: CountOrUnset = key(-1, FIXED, RL)
   """Prompts of an epoch: the first so many; -1: all of the data, and of a built-in task no end."""
-  leftover_prompts: Literal["carry", "drop", "error"] = key("carry", FIXED)
+  leftover_prompts: Literal["carry", "drop", "error"] = key("carry", FIXED, RL, FINITE_PROMPTS)
   """Prompts at the end of an epoch that fill no batch: carry (the next epoch fills it up), drop
   (counted in the metrics) or error."""
   # The rewards.
-  reward_functions: tuple[Name, ...] = key((), CHANGEABLE)
+  reward_functions: tuple[Name, ...] = key((), CHANGEABLE, RL)
   """Functions that reward completions, summed: module:function of your own, exact or gsm8k (the
   column answer); []: exact, for rl_task."""
-  reward_processes: Annotated[int, Range(low=1, high=256)] = key(2, CHANGEABLE)
+  reward_processes: Annotated[int, Range(low=1, high=256)] = key(2, CHANGEABLE, RL)
   """Processes that run them, each a group at a time, beside every process that trains."""
-  reward_timeout_seconds: Seconds = key(60, CHANGEABLE)
+  reward_timeout_seconds: Seconds = key(60, CHANGEABLE, RL)
   """Seconds after which a reward function hangs."""
-  reward_failure: Literal["stop", "zero"] = key("stop", CHANGEABLE)
+  reward_failure: Literal["stop", "zero"] = key("stop", CHANGEABLE, RL)
   """What follows when a reward function raises, hangs or returns no finite numbers: stop, or zero
   for all of the prompt's completions, counted in the metrics."""
   # The loss.
-  loss_type: Literal["dapo", "grpo", "dr_grpo"] = key("dapo", CHANGEABLE)
+  loss_type: Literal["dapo", "grpo", "dr_grpo"] = key("dapo", CHANGEABLE, RL)
   """Mean over what: dapo (tokens of the step), grpo (tokens of a completion, then completions) or
   dr_grpo (completions times their longest length); each the same however the batch is split."""
-  scale_rewards: Literal["group", "none"] = key("group", CHANGEABLE)
+  scale_rewards: Literal["group", "none"] = key("group", CHANGEABLE, RL)
   """Divide a group's advantages by the standard deviation of its rewards: group, or none (Dr.
   GRPO)."""
-  grpo_beta: NonNegativeFloat = key(0.0, CHANGEABLE)
+  grpo_beta: NonNegativeFloat = key(0.0, CHANGEABLE, RL)
   """Weight of the KL divergence from the policy that training began with (estimator k3); 0: no
   reference is kept."""
-  grpo_epsilon: Probability = key(0.2, CHANGEABLE)
+  grpo_epsilon: Probability = key(0.2, CHANGEABLE, RL)
   """How far below 1 the ratio of probabilities may go before it is clipped."""
-  grpo_epsilon_high: Annotated[float, Range(low=0, limit=FLOAT32, also=-1)] = key(-1.0, CHANGEABLE)
+  grpo_epsilon_high: Annotated[float, Range(low=0, limit=FLOAT32, also=-1)] = key(
+    -1.0, CHANGEABLE, RL
+  )
   """The same above 1, DAPO's clip higher: 0.28; -1: grpo_epsilon."""
-  importance_sampling_cap: NonNegativeFloat = key(2.0, CHANGEABLE)
+  importance_sampling_cap: NonNegativeFloat = key(2.0, CHANGEABLE, RL)
   """Largest weight by which tokens are corrected for the lag of the policy that sampled them; 0: no
   weights, and ratios against that policy, clipped."""
