@@ -13,7 +13,7 @@ from maxbatch.errors import UserError
 from maxbatch.rl.checkers import exact, gsm8k
 from maxbatch.rl.prompt_set import read_prompts
 from maxbatch.rl.prompts import Prompt, Prompts, PromptStream, epoch_size
-from maxbatch.rl.tasks import TASKS, task_named
+from maxbatch.rl.tasks import TASKS, Task, is_held_out, task_named
 
 GSM8K = [
   {"question": f"What is {n} + 1? ü", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}", "id": n}
@@ -38,7 +38,7 @@ def jsonl(tmp_path: Path) -> Path:
   return path
 
 
-SORT = ("s77605=", "05677")
+SORT = ("s776051=", "015677")
 FORMAT = ("f4672=", "<4672>")
 
 # --- tasks ---------------------------------------------------------------------------------------
@@ -55,6 +55,25 @@ def test_a_prompt_is_a_function_of_seed_and_number(name):
   assert task.prompt(7, 3, "validation") != task.prompt(7, 3)
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_prompts_for_validation_are_never_trained_on(name):
+  """As many as configs/post_train/rl.yml trains on, its warm start included, and the 64 it evaluates on."""
+  task = task_named(name)
+  held_out = {task.prompt(0, number, "validation").text for number in range(64)}
+  trained = {task.prompt(0, number).text for number in range(120 * 16)}
+  shown = {task.demonstration(0, number)[0] for number in range(150 * 64)}
+  assert len(held_out) > 60
+  assert not held_out & (trained | shown)
+  assert len(trained) > 0.8 * 120 * 16
+
+
+def test_a_task_of_one_prompt_has_none_to_hold_out():
+  task = Task(lambda draws: ("only=", str(draws(2))), lambda draws, text, answer: answer)
+  part = "train" if is_held_out("only=") else "validation"
+  with pytest.raises(UserError, match="too few to hold one in eight out"):
+    task.prompt(0, 0, part)
+
+
 def test_what_the_tasks_ask_stays_as_it_is():
   """A resumed run goes on with the prompts that it would have had."""
   assert task_named("mix-sort").prompt(0, 0) == Prompt(SORT[0], {"answer": SORT[1]})
@@ -66,7 +85,7 @@ def test_answers_are_right_and_demonstrations_often_are_not():
     prompt = task_named("mix-sort").prompt(1, number)
     digits = prompt.text[1:-1]
     assert prompt.text == f"s{digits}="
-    assert 3 <= len(digits) <= 5
+    assert 4 <= len(digits) <= 6
     assert exact([prompt.text], ["".join(sorted(digits))], answer=[prompt.columns["answer"]]) == [1]
     prompt = task_named("format").prompt(1, number)
     assert prompt.columns["answer"] == f"<{prompt.text[1:5]}>"

@@ -41,6 +41,7 @@ from maxbatch.rl.requirements import check_rl
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.run import run_rl
 from maxbatch.rl.sampled import completion_sampler, run_vocabulary
+from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.sampling.sampler import Prompts
 from maxbatch.sampling.text import choice_of
 
@@ -395,8 +396,17 @@ def test_a_warm_start_is_taken_up_and_made_only_once(tmp_path, capsys):
   assert "Begins  parameters of" in out
   assert "pass@1" in out
   assert "--- after training" in out
+  assert "tensorboard" not in out  # Which metrics_writers does not name.
   assert train_rl.main(keys) == 0
   assert "Warm start" not in capsys.readouterr().out
+
+
+def test_a_warm_start_trains_all_of_a_model_that_begins_at_random_under_its_adapters(tmp_path):
+  given = ["warm_start_steps=30", "steps=1", "lora_rank=2", "lora_targets=[query]", "run_name=mine"]
+  run(tmp_path, *given, "reward_functions=[exact]")
+  warm, own = (read_metrics(tmp_path / name) for name in ("mine/warm_start", "mine"))
+  assert warm[-1]["loss"] < 0.9 * warm[1]["loss"]
+  assert "loss" in own[-1]
 
 
 def test_a_prompt_that_is_too_long_is_named(prompts, tmp_path, capsys):

@@ -17,7 +17,8 @@ from maxbatch.data.rows import Arrays, Dataset
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
-from maxbatch.rl.tasks import Task, task_named
+from maxbatch.models.lora import without_adapters
+from maxbatch.rl.tasks import TASKS_VERSION, Task, task_named
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.sampling.text import encoded
 
@@ -80,7 +81,7 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   return Dataset(
     train=rows,
     validation=None,
-    fingerprint=f"demonstrations-{data.dataset_path}-{seed}-{data.add_bos}",
+    fingerprint=f"demonstrations-{data.dataset_path}-{seed}-{data.add_bos}-{TASKS_VERSION}",
     description=f"demonstrations of rl_task={data.dataset_path}, right and wrong ones, seed {seed}",
   )
 
@@ -97,7 +98,8 @@ def warms_up(config: Config) -> bool:
 
 
 def warm_start(config: Config, training: Topology) -> Config:
-  """Returns a supervised run on a task's demonstrations, in a folder of its own, on the devices that train."""
+  """Returns a supervised run of all parameters on a task's demonstrations, in a folder of its own, on the
+  devices that train."""
   return dataclasses.replace(
     config,
     run=dataclasses.replace(
@@ -122,7 +124,9 @@ def warm_start(config: Config, training: Topology) -> Config:
     data=dataclasses.replace(
       config.data, dataset_type=NAME, dataset_path=config.rl.rl_task, packing=False
     ),
-    optimizer=dataclasses.replace(config.optimizer, learning_rate=_WARM_START_RATE),
+    # All of the model, which begins at random: adapters or a part of it would learn next to nothing.
+    model=without_adapters(config.model),
+    optimizer=dataclasses.replace(config.optimizer, learning_rate=_WARM_START_RATE, trainable=()),
     checkpoint=dataclasses.replace(
       config.checkpoint, enable_checkpointing=True, max_num_checkpoints_to_keep=1
     ),

@@ -18,7 +18,7 @@ from maxbatch.data.sources import SourceFile, Sources
 from maxbatch.data.tokenize import check_unchanged, too_many
 from maxbatch.errors import UserError
 from maxbatch.rl.prompts import Prompt, Prompts
-from maxbatch.rl.tasks import task_named
+from maxbatch.rl.tasks import TASKS_VERSION, task_named
 from maxbatch.sampling.requests import PromptEncoder
 
 
@@ -169,7 +169,7 @@ def prompt_set(config: Config) -> PromptSet:
       f"eval_samples=-1: the prompts of rl_task={name} have no end; for example eval_samples=64"
     )
   held_out = [task.prompt(seed, number, "validation") for number in range(wanted)]
-  own = f"{name}-{seed}"
+  own = f"{name}-{seed}-{TASKS_VERSION}"
   return PromptSet(
     train=task.prompts(seed),
     validation=held_out,
