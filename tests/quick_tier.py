@@ -2,7 +2,7 @@
 
 It is everything but
 - the files and tests that tests/left_out.txt names,
-- most cases of a parametrized test: with jax the first one stays, without it CASES do,
+- the cases of a parametrized test after its first,
 - most examples of a property test.
 
 scripts/choose_quick_tests.py makes the list from measurements. A new test belongs to the quick tier
@@ -16,11 +16,8 @@ import re
 import examples
 import pytest
 
-TESTS = pathlib.Path(__file__).parent
+TESTS = pathlib.Path(__file__).resolve().parent
 LIST = TESTS / "left_out.txt"
-WITHOUT_JAX = TESTS / "without_jax"
-CASES = 20
-"""Of one parametrized test that needs no jax, spread evenly over all of them."""
 
 
 def left_out() -> set[str]:
@@ -43,34 +40,27 @@ def pytest_load_initial_conftests() -> None:
 
 LEFT_OUT = left_out()
 _counts = collections.Counter[str]()
+_files = set[str]()
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
   if collection_path.name not in LEFT_OUT:
     return None
-  _counts["files"] += 1
+  _files.add(collection_path.name)
+  _counts["files"] = len(_files)
   return True
 
 
-def chosen(names: list[str], without_jax: bool) -> set[int]:
+def chosen(names: list[str]) -> set[int]:
   """Returns the places of the tests that run, of the names `file::test` of all cases in order."""
-  places = collections.defaultdict[str, list[int]](list)
-  for place, name in enumerate(names):
-    places[name].append(place)
-  count = CASES if without_jax else 1
-  return {
-    cases[number * len(cases) // min(count, len(cases))]
-    for name, cases in places.items()
-    if name not in LEFT_OUT
-    for number in range(min(count, len(cases)))
-  }
+  first = {name: place for place, name in reversed([*enumerate(names)])}
+  return {place for name, place in first.items() if name not in LEFT_OUT}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   names = [f"{item.path.name}::{getattr(item, 'originalname', item.name)}" for item in items]
-  without_jax = [item.path.is_relative_to(WITHOUT_JAX) for item in items]
-  stay = chosen(names, all(without_jax))
+  stay = chosen(names)
   left = [place for place in range(len(items)) if place not in stay]
   _counts["tests"] += len({names[place] for place in left} & LEFT_OUT)
   _counts["cases"] += sum(names[place] not in LEFT_OUT for place in left)
