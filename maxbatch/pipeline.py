@@ -61,7 +61,7 @@ COMMAND = Command(
   """\
 Prints which stage computes which microbatch when, how much of the time is idle, what every stage
 keeps, and the same for the other schedules, without touching a device. What
-pipeline_stash=residuals keeps is found by tracing the model, which takes seconds.
+pipeline_saved_activations=residuals keeps is found by tracing the model, which takes seconds.
 The devices are num_simulated_devices, or those of compile_topology, or a number:
 """,
   PipelineArguments,

@@ -41,7 +41,7 @@ OWN = {
   "gpipe": {"pipeline_schedule": "gpipe"},
   "circular, 2 repeats": {"pipeline_schedule": "circular", "num_pipeline_repeats": 2},
   "1f1b": {"pipeline_schedule": "1f1b"},
-  "1f1b, residuals": {"pipeline_schedule": "1f1b", "pipeline_stash": "residuals"},
+  "1f1b, residuals": {"pipeline_schedule": "1f1b", "pipeline_saved_activations": "residuals"},
   "interleaved_1f1b, 2 repeats": {
     "pipeline_schedule": "interleaved_1f1b",
     "num_pipeline_repeats": 2,

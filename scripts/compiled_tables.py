@@ -33,7 +33,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
   "pipeline": {
     "no pipeline: fsdp 16, 4 accumulation steps": f"{_SLICE} packing=false ici_fsdp_parallelism=16 "
     "per_device_batch_size=1 gradient_accumulation_steps=4",
-    "`1f1b`, residuals": f"{_STAGES} pipeline_schedule=1f1b pipeline_stash=residuals",
+    "`1f1b`, residuals": f"{_STAGES} pipeline_schedule=1f1b pipeline_saved_activations=residuals",
     "`interleaved_1f1b`, 2 repeats": f"{_STAGES} pipeline_schedule=interleaved_1f1b num_pipeline_repeats=2",
     "`circular`, 2 repeats": f"{_STAGES} pipeline_schedule=circular num_pipeline_repeats=2",
     "`1f1b`": f"{_STAGES} pipeline_schedule=1f1b",

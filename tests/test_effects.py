@@ -311,7 +311,7 @@ EFFECTS = [
   (planned, "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0.7 learning_rate_final_fraction=0.5 warmup_steps_fraction=0.3"),
   (planned, "pipeline_schedule=circular ici_pipeline_parallelism=2 base_num_decoder_layers=8 batch_size=64",
    "num_pipeline_microbatches=8 num_pipeline_repeats=2 num_layers_per_pipeline_stage=2 "
-   "pipeline_delay_activation_forwarding=true pipeline_stash=residuals"),
+   "pipeline_delay_activation_forwarding=true pipeline_saved_activations=residuals"),
   (planned, "num_generations=4 batch_size=8 accumulation=streamed num_prompts=9 rl_task=format steps=10",
    "num_iterations=2 max_prefill_predict_length=9 rollout_staleness=1 num_prompts=10 rollout_devices=4 "
    "leftover_prompts=drop grpo_beta=0.1"),
@@ -341,7 +341,7 @@ EFFECTS = [
 
 READ = """loading_hosts batch_schedule_file grain_worker_count rl_task warm_start_steps reward_functions
   reward_processes reward_timeout_seconds reward_failure scale_rewards gns_window_steps
-  gns_calibrate_every gns_report_every gns_dwell_tokens gns_windows_before_growth gns_dry_run
+  gns_calibrate_every gns_report_every gns_hold_tokens gns_windows_before_growth gns_dry_run
   coordinator_address num_processes process_id jax_distributed_initialization_timeout
   jax_distributed_heartbeat_timeout_seconds skip_first_n_steps_for_profiler profiler_steps prompt
   async_checkpointing checkpoint_format checkpoint_period max_num_checkpoints_to_keep

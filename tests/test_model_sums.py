@@ -155,7 +155,7 @@ REPEATED = {"num_pipeline_repeats": 2}
     ("gpipe", 2, 3, {"data": 2}),
     ("gpipe", 4, 1, {"loss_scale": 8}),
     ("1f1b", 4, 3, {}),
-    ("1f1b", 2, 1, {"fsdp": 2, "pipeline_stash": "residuals"}),
+    ("1f1b", 2, 1, {"fsdp": 2, "pipeline_saved_activations": "residuals"}),
     ("circular", 2, 1, REPEATED),
     ("interleaved_1f1b", 2, 3, REPEATED),
     ("1f1b", 2, 3, {"accumulation": "streamed"}),

@@ -16,7 +16,7 @@ from maxbatch.errors import UserError
 from maxbatch.noise.controller import Controller, ControllerLimits, Decision
 from maxbatch.run_folder.metrics import Record
 
-STEERED = {"batch_schedule": "gns", "gns_windows_before_growth": 1, "gns_dwell_tokens": 0}
+STEERED = {"batch_schedule": "gns", "gns_windows_before_growth": 1, "gns_hold_tokens": 0}
 
 
 @pytest.fixture(scope="module")

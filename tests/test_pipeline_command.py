@@ -111,19 +111,24 @@ def test_one_stage_is_refused(capsys):
 
 
 def test_what_residuals_add(capsys):
-  keys = [*KEYS, "pipeline_stash=residuals", "remat_policy=full", "base_num_decoder_layers=8"]
+  keys = [
+    *KEYS,
+    "pipeline_saved_activations=residuals",
+    "remat_policy=full",
+    "base_num_decoder_layers=8",
+  ]
   # 4 rows of 128 tokens, 128 wide in float32, and the same for each of 2 layers.
   text = show(capsys, *keys)
   assert (
     "\n  residuals     7 slots on every stage, 3.5 MiB a device, with remat_policy=full\n" in text
   )
   assert (
-    "a stage keeps 7 × (0.25 MiB + 0.5 MiB) = 5.25 MiB; with pipeline_stash=input 7 × 0.25 MiB = "
+    "a stage keeps 7 × (0.25 MiB + 0.5 MiB) = 5.25 MiB; with pipeline_saved_activations=input 7 × 0.25 MiB = "
     "1.75 MiB\n"
   ) in text
   assert "residuals" not in show(capsys, *KEYS)
   assert error(capsys, *keys, "remat_policy=explore") == (
-    "remat_policy=explore tries several policies, but the size of pipeline_stash=residuals needs "
+    "remat_policy=explore tries several policies, but the size of pipeline_saved_activations=residuals needs "
     "one of them; for example remat_policy=none"
   )
 
@@ -262,7 +267,7 @@ def test_the_plan_shows_the_pipeline(capsys):
   assert (
     "Pipeline\n"
     "  1f1b: 4 stages × 1 repeat × 1 layer; 8 microbatches in a timetable, each of 4 samples per "
-    "group of devices; bubble 27.3%; pipeline_stash=input\n"
+    "group of devices; bubble 27.3%; pipeline_saved_activations=input\n"
   ) in capsys.readouterr().out
   assert plan(["config=base", *KEYS, "--json"]) == 0
   printed = json.loads(capsys.readouterr().out)["pipeline"]
@@ -274,7 +279,7 @@ def test_the_plan_shows_the_pipeline(capsys):
     "num_pipeline_microbatches": 4,
     "microbatches_in_a_timetable": 8,
     "samples_per_microbatch_and_group": 4,
-    "pipeline_stash": "input",
+    "pipeline_saved_activations": "input",
     "bubble": 3 / 11,
     "choice": "num_pipeline_microbatches=-1: a run or compile_only=true takes the fastest of 4, 8, "
     "16, compiling and timing some; shown is 4, the fewest, which num_pipeline_microbatches=4 takes "
@@ -288,8 +293,8 @@ def test_the_plan_without_a_pipeline(capsys):
   assert json.loads(capsys.readouterr().out)["pipeline"] is None
   assert plan(["config=base", "num_pipeline_repeats=2"]) == 2
   assert "num_pipeline_repeats=2 has no effect with" in capsys.readouterr().err
-  assert plan(["config=base", "pipeline_stash=residuals"]) == 2
-  assert "pipeline_stash=residuals has no effect with" in capsys.readouterr().err
+  assert plan(["config=base", "pipeline_saved_activations=residuals"]) == 2
+  assert "pipeline_saved_activations=residuals has no effect with" in capsys.readouterr().err
 
 
 def test_the_plan_refuses_a_pipeline_that_does_not_divide(capsys):

@@ -64,7 +64,7 @@ def test_the_batch_is_cut_into_pieces_and_its_passes_are_folded_in():
   assert one.with_num_pipeline_microbatches(16).rows == 1
   assert f"{one}".endswith(
     "32 microbatches in a timetable, each of 4 samples per group of devices; bubble 8.6%; "
-    "pipeline_stash=input"
+    "pipeline_saved_activations=input"
   )
 
 

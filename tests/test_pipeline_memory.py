@@ -38,7 +38,11 @@ def compiled(
   schedule: str, repeats: int, passes: int, stash: str = "input"
 ) -> tuple[jax.stages.Compiled, int]:
   """A step of STAGES × passes microbatches, and the predicted bytes of one device's slots."""
-  keys = {"pipeline_schedule": schedule, "num_pipeline_repeats": repeats, "pipeline_stash": stash}
+  keys = {
+    "pipeline_schedule": schedule,
+    "num_pipeline_repeats": repeats,
+    "pipeline_saved_activations": stash,
+  }
   settings = config(**KEYS, **keys, gradient_accumulation_steps=passes)
   plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, STAGES))
   trainer = build_trainer(settings, plan, jax.devices()[:STAGES])
@@ -105,7 +109,9 @@ def test_no_stage_holds_the_logits_of_a_whole_microbatch():
 
 def predicted(**keys: object) -> int:
   """Bytes of one microbatch's residuals on one of 16 devices that are not here."""
-  settings = config(**KEYS, pipeline_schedule="1f1b", pipeline_stash="residuals", **keys)
+  settings = config(
+    **KEYS, pipeline_schedule="1f1b", pipeline_saved_activations="residuals", **keys
+  )
   layout = topology(settings.mesh, 16)
   plan = plan_batches(settings.batch, settings.run, layout)
   return residual_bytes(settings, plan, pipeline_of(settings, layout, plan))

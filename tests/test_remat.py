@@ -93,7 +93,7 @@ def test_what_is_offloaded_goes_to_the_host_and_back(keys: tuple[str, ...]):
 def test_what_cannot_be_offloaded_is_refused():
   offloading = tiny_config("remat_policy=qkv_proj_offloaded")
   assert offload_obstacle(offloading, "tpu", is_pipeline=False) is None
-  assert "pipeline_stash" in str(offload_obstacle(offloading, "tpu", is_pipeline=True))
+  assert "pipeline_saved_activations" in str(offload_obstacle(offloading, "tpu", is_pipeline=True))
   for keys, words in (
     ({"remat_policy": "custom", "out_proj": "offload"}, "out_proj=offload: the devices are CPUs"),
     ({"optimizer_memory_host_offload": "true"}, "memory_host_offload=true: the devices are CPUs"),

@@ -20,7 +20,7 @@ REFUSED = {
     global_rampup_samples=9 batch_schedule_file=x batch_schedule_unit=steps batch_schedule_length=9
     batch_size_start=8 batch_size_increment=8 gns_max_batch_size=64 pipeline_schedule=gpipe
     num_pipeline_microbatches=2 num_pipeline_repeats=2 num_layers_per_pipeline_stage=1
-    pipeline_delay_activation_forwarding=true pipeline_stash=residuals
+    pipeline_delay_activation_forwarding=true pipeline_saved_activations=residuals
     accumulation=fused dropout_rate=0.1 z_loss_multiplier=0.1 load_full_state_path=x
     precision_report=true""",
   "rl_task=format": """dataset_type=grain eval_fraction=0.1 max_bad_records=1
@@ -38,7 +38,7 @@ ELSEWHERE = """enable_rampup_batch_size batch_schedule batch_schedule_type lora_
 """Keys whose refusal other tests show: with the plan's sizes, and without lora_rank."""
 
 NOISE = """gns gns_from_microbatches gns_window_steps gns_calibrate_every gns_report_every
-  gns_dwell_tokens gns_windows_before_growth gns_dry_run"""
+  gns_hold_tokens gns_windows_before_growth gns_dry_run"""
 
 EFFECTIVE = f"""
   run_name base_output_directory steps total_samples total_tokens schedule_unit log_period metrics

@@ -20,7 +20,7 @@ CASES = {
   "loss_scale_backoff_factor=0.001 eval_fraction=0",
   # Short rows, of which each says little: their noise scale is above the batch.
   "steered": "steps=-1 total_samples=72 schedule_unit=samples eval_fraction=0 checkpoint_period=96 "
-  "batch_schedule=gns gns=all gns_window_steps=8 gns_windows_before_growth=1 gns_dwell_tokens=0 "
+  "batch_schedule=gns gns=all gns_window_steps=8 gns_windows_before_growth=1 gns_hold_tokens=0 "
   "batch_size=4 per_device_batch_size=1 max_target_length=4 learning_rate=1e-3 warmup_steps=0 "
   "init_weights_seed=2",
 }

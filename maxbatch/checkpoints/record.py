@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from maxbatch.checkpoints.fingerprint import VERSION, VERSIONS, fingerprints, named_leaves
 from maxbatch.config.declare import CHANGEABLE, FIXED, Resume
 from maxbatch.config.load import to_flat_dict
-from maxbatch.config.schema import Config, keys_of
+from maxbatch.config.schema import Config, keys_of, old_names
 from maxbatch.core.plan import Position
 from maxbatch.data.mixture import STREAM_VERSION
 from maxbatch.data.rows import Dataset
@@ -175,7 +175,8 @@ def changed_settings(record: Mapping[str, Any], settings: Mapping[str, object]) 
 
   Keys that only one of the two versions of the program has are not compared.
   """
-  saved, current = record.get("settings", {}), json.loads(json.dumps(dict(settings)))
+  saved = {old_names().get(key, key): value for key, value in record.get("settings", {}).items()}
+  current = json.loads(json.dumps(dict(settings)))
   return {
     key: f"{key}: {_shown(saved[key])} → {_shown(value)}"
     for key, value in current.items()

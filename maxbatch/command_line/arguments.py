@@ -9,26 +9,17 @@ Names of keys and options that have another name now: they still work, and are s
 """
 
 import dataclasses
-import functools
 import os
-import sys
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from maxbatch.config import schema
 from maxbatch.config.find import closest, read_argument
-from maxbatch.config.load import plugins_of
+from maxbatch.config.load import plugins_of, say_old_name
 from maxbatch.config.registry import declared_keys
 from maxbatch.config.value import convert, holds_text
 from maxbatch.errors import UserError
-
-
-@functools.cache
-def say_old_name(old: str, new: str) -> None:
-  """Prints, once, on standard error, what an old name is called now."""
-  print(f"note: {old} is called {new} now; the old name still works", file=sys.stderr, flush=True)
-
 
 Own = TypeVar("Own")
 HELP = ("--help", "-help", "-h", "help")

@@ -212,15 +212,16 @@ def when(*alternatives: Mapping[str, object], refuses: bool = False) -> When:
   return When(alternatives, refuses)
 
 
-def key(default: Value, resume: Resume, *read_when: When) -> Value:
+def key(default: Value, resume: Resume, *read_when: When, old_names: tuple[str, ...] = ()) -> Value:
   """Declares a key as a field of a frozen dataclass.
 
   Args:
     default: of the field's type, hashable.
     resume: FIXED, CHANGEABLE or PER_START.
     *read_when: conditions that must all hold for the key to be read; none: every run reads it.
+    old_names: what one of maxbatch's was called; files and arguments may still use them.
   """
-  metadata = {"resume": resume, "read_when": read_when}
+  metadata = {"resume": resume, "read_when": read_when, "old_names": old_names}
   field = dataclasses.field(default=default, metadata=metadata)
   return typing.cast(Value, field)
 
@@ -248,6 +249,7 @@ class Key:
   default: object
   resume: Resume
   read_when: tuple[When, ...] = ()
+  old_names: tuple[str, ...] = ()
 
 
 PlugIns = tuple[tuple[str, object], ...]
@@ -282,6 +284,7 @@ def declared(cls: type) -> Mapping[str, Key]:
         field.default,
         field.metadata["resume"],
         field.metadata["read_when"],
+        field.metadata["old_names"],
       )
       for field in fields
     }

@@ -10,7 +10,9 @@ What to change so that a configuration works, found by trying it.
 """
 
 import dataclasses
+import functools
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -192,8 +194,8 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[str, Layer, dict[str, str
     _check_argument(argument, key, equals)
     if key == "config":
       names.append(text)
-    elif key in schema.fields():
-      overrides[key] = read_argument(key, text, holds_text(schema.fields()[key][1].type))
+    elif (name := _current_name(key)) in schema.fields():
+      overrides[name] = read_argument(name, text, holds_text(schema.fields()[name][1].type))
     else:
       others[key] = text
   if not any(names):
@@ -231,7 +233,7 @@ def _read_chain(path: Path) -> tuple[Path, Layer, list[Layer]]:
         f"base_config goes in a circle: {' -> '.join(map(str, circle))}. "
         "Let one of them say `base_config: base`."
       )
-    layer = read_file(path)
+    layer = _with_current_names(read_file(path))
     layer.pop(DERIVED, None)
     base = layer.pop("base_config", None)
     layers.insert(0, layer)
@@ -240,6 +242,34 @@ def _read_chain(path: Path) -> tuple[Path, Layer, list[Layer]]:
     if not base.text:
       raise UserError(f"{base.where}: base_config has no value. Write `base_config: base`.")
     path = base_config_path(str(convert(base, str)), path, base.given)
+
+
+@functools.cache
+def say_old_name(old: str, new: str) -> None:
+  """Prints, once, on standard error, what an old name is called now."""
+  print(f"note: {old} is called {new} now; the old name still works", file=sys.stderr, flush=True)
+
+
+def _with_current_names(layer: Layer) -> Layer:
+  """Returns the entries of a file by the names that keys have now."""
+  result: Layer = {}
+  for key, entry in layer.items():
+    name = _current_name(key)
+    if name != key and name in layer:
+      raise UserError(
+        f"{entry.where}: {key} is the old name of {name}, which {layer[name].where} gives too; "
+        f"keep {name}"
+      )
+    result[name] = dataclasses.replace(entry, key=name)
+  return result
+
+
+def _current_name(key: str) -> str:
+  """Returns the name that a key has now, and says so where another is given."""
+  name = schema.old_names().get(key, key)
+  if name != key:
+    say_old_name(key, name)
+  return name
 
 
 def _root_values(path: Path, values: dict[str, object]) -> dict[str, object]:

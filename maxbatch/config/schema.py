@@ -59,6 +59,14 @@ def fields() -> Mapping[str, tuple[str, Key]]:
   )
 
 
+@functools.cache
+def old_names() -> Mapping[str, str]:
+  """Returns the name that a key has now for each that one had before."""
+  return types.MappingProxyType(
+    {old: key for key, (_, one) in fields().items() for old in one.old_names}
+  )
+
+
 def keys_of(config: Config) -> dict[str, Key]:
   """Returns the keys of a configuration as they are declared, those of plug-ins included."""
   own = [type(keys) for section in vars(config).values() for _, keys in section.plugins]

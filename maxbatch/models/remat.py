@@ -155,7 +155,7 @@ def offload_obstacle(config: ModelConfig, platform: str, *, is_pipeline: bool) -
     )
   if is_pipeline:
     return (
-      f"{which}: a pipeline keeps the activations of its stages itself, as pipeline_stash says, and "
+      f"{which}: a pipeline keeps the activations of its stages itself, as pipeline_saved_activations says, and "
       "not on the host; use remat_policy=full, or pipeline_schedule=none"
     )
   return None

@@ -230,7 +230,7 @@ class Steering:
       plan: the run's plan, from its first step on.
       warmup_samples: the learning rate's warm-up, during which the batch does not change.
     """
-    dwell = config.gns_dwell_tokens
+    dwell = config.gns_hold_tokens
     self.is_dry = config.gns_dry_run
     self._period = config.gns_window_steps // 2
     self._limits = ControllerLimits(

@@ -130,7 +130,7 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
     rows=samples_per_group(plan.micro_batch_to_train, plan.topology, num_pipeline_microbatches),
     choices=choices,
     forwarding_delay=forwarding_delay,
-    stash=keys.pipeline_stash,
+    stash=keys.pipeline_saved_activations,
     is_open=keys.num_pipeline_microbatches == -1 and len(choices) > 1,
   )
 

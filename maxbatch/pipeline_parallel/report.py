@@ -44,7 +44,7 @@ class PipelineReport:
   source: str
   """Where the timetable comes from: the name of a schedule or of a file."""
   residual_bytes: int | None = None
-  """Bytes of one microbatch's residuals on one device; None unless pipeline_stash=residuals."""
+  """Bytes of one microbatch's residuals on one device; None unless pipeline_saved_activations=residuals."""
 
   def __str__(self) -> str:
     entries = "repeat.microbatch" if self.table.shape.repeats > 1 else "by microbatch"
@@ -137,7 +137,7 @@ class PipelineReport:
     yield _line(
       "",
       f"a stage keeps {slots} × ({_mib(alone)} + {_mib(each)}) = {_mib(slots * (alone + each))}; "
-      f"with pipeline_stash=input {slots} × {_mib(alone)} = {_mib(slots * alone)}",
+      f"with pipeline_saved_activations=input {slots} × {_mib(alone)} = {_mib(slots * alone)}",
     )
 
   def _choices(self) -> str:

@@ -213,7 +213,7 @@ class Pipeline:
       "num_pipeline_microbatches": self.num_pipeline_microbatches,
       "microbatches_in_a_timetable": self.shape.microbatches,
       "samples_per_microbatch_and_group": self.rows,
-      "pipeline_stash": self.stash,
+      "pipeline_saved_activations": self.stash,
       "bubble": float(predicted_bubble(self.shape)),
       "choice": self.choice,
       "choices": list(self.choices),
@@ -228,7 +228,7 @@ class Pipeline:
     return (
       f"{self.schedule}: {' × '.join(sizes)}; {self.shape.microbatches:,} microbatches in a "
       f"timetable, each of {counted(self.rows, 'sample')} per group of devices; bubble "
-      f"{percent(predicted_bubble(self.shape))}; pipeline_stash={self.stash}"
+      f"{percent(predicted_bubble(self.shape))}; pipeline_saved_activations={self.stash}"
     )
 
 

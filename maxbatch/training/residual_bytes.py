@@ -1,4 +1,4 @@
-"""Bytes that pipeline_stash=residuals keeps, found by tracing the model without its devices."""
+"""Bytes that pipeline_saved_activations=residuals keeps, found by tracing the model without its devices."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
   """
   if config.model.remat_policy == "explore":
     raise UserError(
-      "remat_policy=explore tries several policies, but the size of pipeline_stash=residuals needs "
+      "remat_policy=explore tries several policies, but the size of pipeline_saved_activations=residuals needs "
       "one of them; for example remat_policy=none"
     )
   result = 0

@@ -1,4 +1,4 @@
-"""What a stage keeps of a forward until its backward, beside its input (pipeline_stash).
+"""What a stage keeps of a forward until its backward, beside its input (pipeline_saved_activations).
 
 R rows of a microbatch, T tokens, D width of the residual stream.
 
@@ -231,7 +231,7 @@ Stash = InputStash | ResidualStash
 
 
 def make_stash(name: str, parts: ModelParts, rest: FlatParams, stage_input: StageInput) -> Stash:
-  """Returns the stash of `pipeline_stash=name` for layers of an input of these shapes."""
+  """Returns the stash of `pipeline_saved_activations=name` for layers of an input of these shapes."""
   return (
     InputStash(parts, rest) if name == "input" else _make_residual_stash(parts, rest, stage_input)
   )

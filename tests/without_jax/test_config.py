@@ -258,6 +258,11 @@ def test_help_on_a_topic_shows_its_keys_alone(topic):
     assert (f"  {key}=" in text) == (section == topic)
 
 
+def test_help_of_every_key_is_short():
+  """What does not fit is in the docs."""
+  assert {one.key: len(one.help) for one in documented_keys() if len(one.help) > 160} == {}
+
+
 def test_help_on_a_topic_that_is_none():
   with pytest.raises(
     UserError, match=r"there is no such topic\. Did you mean batch\? Topics: run, "

@@ -96,7 +96,7 @@ def test_a_word_that_no_key_has_names_the_nearest(capsys):
   ("line", "offered"),
   [
     ("maxbatch critical", {"critical_batch"}),
-    ("maxbatch train gns_d", {"gns_dwell_tokens=", "gns_dry_run="}),
+    ("maxbatch train gns_d", {"gns_dry_run="}),
     ("maxbatch train config=base gns=", {"off", "norm", "all"}),
     ("maxbatch train packing=f", {"false"}),
   ],

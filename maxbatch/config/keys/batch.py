@@ -57,36 +57,34 @@ class BatchConfig(Section, heading="the batch"):
   """Samples per device and microbatch; a fraction where devices share a sample; -1: derived, or 4
   if no other key determines it."""
   micro_batch_size: ExactOrUnset | Literal["none", "auto"] | Explore = key(Fraction(-1), CHANGEABLE)
-  """The same as per_device_batch_size, by Cerebras's name, or: none: the whole batch in one
-  microbatch; auto: the fastest size found that fits in memory, of the batch that the run has
-  without it; explore or {explore: {min: 1, max: 16}}, with compile_only: all sizes, ranked."""
+  """As per_device_batch_size; or none: the whole batch at once; auto: the fastest that fits;
+  explore, or {explore: {min: 1, max: 16}}: rank all (compile_only)."""
   gradient_accumulation_steps: PositiveOrUnset = key(-1, CHANGEABLE)
   """Microbatches per optimizer step; raise it for a larger batch in the same memory; -1: derived,
   or 1."""
   expansion_factor_real_data: Annotated[Fraction, Range(limit=INT32)] = key(
     Fraction(-1), CHANGEABLE, TEXT
   )
-  """Samples loaded at once as a multiple of global_batch_to_train; a load must be whole samples in
-  every phase; above 1 only so many times fewer hosts read, and hand the surplus to the others; <=
-  0: 1."""
+  """Samples loaded at once, as a multiple of global_batch_to_train; above 1, that many times fewer
+  hosts read, and send the others their part; <= 0: 1."""
   loading_hosts: tuple[Annotated[int, Range(low=0, limit=INT32)], ...] = key((), CHANGEABLE, TEXT)
-  """The hosts (processes, from 0) that read for all, for example [1, 3]; []: by
-  expansion_factor_real_data, the first ones."""
+  """Hosts (process numbers, from 0) that read for all, for example [1, 3]; []: the first ones, as
+  many as expansion_factor_real_data asks for."""
   eval_per_device_batch_size: Exact = key(Fraction(0), CHANGEABLE, TEXT)
   """Samples per device and evaluation batch; raise it if memory allows; 0: as in training."""
   max_target_length: Positive = key(128, FIXED)
   """Sequence length: tokens per sample."""
   accumulation: Literal["fused", "streamed"] = key("fused", CHANGEABLE)
-  """fused: one dispatch per step that loops over the microbatches; streamed: one dispatch per
-  microbatch, for steps whose token ids do not fit on the devices at once."""
+  """fused: one dispatch per step, looping over the microbatches; streamed: one dispatch per
+  microbatch, for steps too large to hold on the devices."""
   enable_rampup_batch_size: bool = key(False, CHANGEABLE)
   """Ramp the batch up from per_device_batch_size_start to the run's size over global_rampup_samples
   samples."""
   per_device_batch_size_start: Exact = key(Fraction(1), CHANGEABLE, RAMPUP)
   """First size of that ramp-up, in samples per device and microbatch."""
   per_device_batch_size_increment: Exact = key(Fraction(1), CHANGEABLE, RAMPUP)
-  """Increment of that ramp-up, in samples per device and microbatch; every increment lasts equally
-  many samples."""
+  """Increment of that ramp-up, in samples per device and microbatch; each increment lasts the same
+  number of samples."""
   global_rampup_samples: Annotated[int, Range(low=1, limit=EXACT)] = key(500, CHANGEABLE, RAMPUP)
   """Length of that ramp-up in samples."""
   batch_schedule: (
@@ -96,8 +94,8 @@ class BatchConfig(Section, heading="the batch"):
     ]
     | Literal["gns", "file"]
   ) = key((), CHANGEABLE)
-  """Batch size over training, in samples per step: [[0, 32], [10000, 64]]: 64 from 10000 on; gns:
-  grows from batch_size with the gradient noise scale; file: as in batch_schedule_file; []: none."""
+  """Batch size over training, samples per step: [[0, 32], [10000, 64]]; gns: grows with the
+  gradient noise scale; file: batch_schedule_file; []: constant."""
   batch_schedule_file: Path = key("", CHANGEABLE, FILE_SCHEDULE)
   """File for batch_schedule: file, in the format of batch_schedule.yml, which a run with
   batch_schedule: gns writes."""
@@ -127,12 +125,11 @@ class MeshConfig(Section, heading="the mesh"):
   num_simulated_devices: Annotated[int, Range(low=0, limit=1024, also=-1)] = key(
     -1, CHANGEABLE, HERE
   )
-  """Number of simulated CPU devices, which several processes share equally; -1: the accelerators of
-  this machine, or 8 simulated devices where there are none; 0: the devices of this machine, a CPU
-  too."""
+  """Simulated CPU devices, shared equally by the processes; -1: this machine's accelerators, or 8
+  if it has none; 0: its own devices, even a CPU."""
   ici_data_parallelism: PositiveOrUnset = key(-1, CHANGEABLE)
   """Data parallelism within a slice: replicas of the model, each with its part of the batch; one
-  axis may be -1: the remaining devices."""
+  axis may be -1: all remaining devices."""
   ici_fsdp_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
   """FSDP within a slice: devices over which parameters, gradients and optimizer state are sharded;
   raise it to save memory."""
@@ -160,19 +157,19 @@ class PipelineConfig(Section, heading="the pipeline"):
   """Pipeline schedule: none, gpipe, circular, 1f1b or interleaved_1f1b; python -m maxbatch.pipeline
   draws them."""
   num_pipeline_microbatches: PositiveOrUnset = key(-1, CHANGEABLE, PIPELINE)
-  """Pipeline microbatches per gradient accumulation microbatch, a multiple of the stages; more:
-  smaller bubble, smaller matrix products; -1: the fastest, measured when a run or compile_only
-  begins."""
+  """Chunks per microbatch, a multiple of the stages; more: a smaller bubble, smaller matrix
+  products; -1: the fastest, measured at the start."""
   num_pipeline_repeats: PositiveOrUnset = key(-1, CHANGEABLE, PIPELINE)
-  """Rounds of each microbatch through the stages, with other layers in each (circular,
-  interleaved_1f1b); more: smaller bubble, more communication; -1: derived from the number of
-  layers."""
+  """Passes of each microbatch through the stages, each with other layers (circular,
+  interleaved_1f1b); more: smaller bubble, more communication; -1: derived."""
   num_layers_per_pipeline_stage: PositiveOrUnset = key(-1, CHANGEABLE, PIPELINE)
   """Layers per stage and repeat; -1: 1 if the schedule has repeats, else the layers divided by the
   stages."""
   pipeline_delay_activation_forwarding: bool = key(False, CHANGEABLE, PIPELINE)
   """Send activations to the next stage one iteration later, overlapped with computation; doubles
   the bubble."""
-  pipeline_stash: Literal["input", "residuals"] = key("input", CHANGEABLE, PIPELINE)
-  """What a stage stores of a microbatch for its backward pass: input (recomputes its layers, least
-  memory) or residuals (what remat_policy saves, less computation)."""
+  pipeline_saved_activations: Literal["input", "residuals"] = key(
+    "input", CHANGEABLE, PIPELINE, old_names=("pipeline_stash",)
+  )
+  """What a stage keeps of a microbatch for its backward pass: input (recomputes its layers; least
+  memory) or residuals (what remat_policy saves; less compute)."""

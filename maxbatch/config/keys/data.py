@@ -47,68 +47,69 @@ class DataConfig(Section, heading="the data"):
   """File, folder or glob of text (gzip too); stdlib: the text of the Python standard library."""
   eval_dataset_path: Path = key("", CHANGEABLE, TEXT, REAL_DATA, TEXT_FILES)
   """Validation text, as dataset_path; empty: files of dataset_path named valid, val, dev, eval or
-  test, else eval_fraction of it."""
+  test, or else eval_fraction of it."""
   eval_fraction: Annotated[float, Range(low=0, high=0.9)] = key(
     0.05, CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA, NO_EVAL_FILES
   )
-  """Share of the bytes held out for validation: whole files, and of larger ones the end; 0: no
+  """Share of the bytes held out for validation: whole files, and the end of large ones; 0: no
   validation."""
   dataset_cache_directory: Path = key("", CHANGEABLE, TEXT, REAL_DATA)
   """Folder of the token caches; empty: the user's cache folder."""
   tokenizer_type: Name = key("byte", FIXED)
-  """byte: a token per byte; huggingface: a tokenizer.json; sentencepiece: a model of it; tiktoken:
+  """byte: a token per byte; huggingface: tokenizer.json; sentencepiece: its model file; tiktoken:
   Llama 3's file; or module:attribute of your own."""
   tokenizer_path: Path = key("", CHANGEABLE, VOCABULARY)
   """File of the vocabulary, the folder that holds it, or a model's name on the Hugging Face hub;
   byte needs none."""
   add_bos: bool = key(True, CHANGEABLE)
-  """Begin every document with the token that begins one."""
+  """Begin every document with the bos token."""
   add_eos: bool = key(True, CHANGEABLE, TEXT, REAL_DATA, NO_CHAT)
-  """End every document with the token that ends one."""
+  """End every document with the eos token."""
   bos_token: str = key("", CHANGEABLE, VOCABULARY)
-  """Token that begins a document, for example <s>; empty: the one that the tokenizer says."""
+  """Token that begins a document, for example <s>; empty: the tokenizer's own."""
   eos_token: str = key("", CHANGEABLE, VOCABULARY)
-  """Token that ends a document, for example </s>; empty: the one that the tokenizer says."""
+  """Token that ends a document, for example </s>; empty: the tokenizer's own."""
   pad_token: str = key("", CHANGEABLE, VOCABULARY)
-  """Token that fills up the last row; empty: the one that the tokenizer says, else eos_token."""
+  """Token that fills up the last row; empty: the tokenizer's own, else eos_token."""
   data_shuffle_seed: Seed = key(0, FIXED)
   """Random seed of the order of samples, 0 to 2³² − 1."""
   packing: bool = key(True, FIXED, TEXT)
-  """Pack several documents into a row, by grain_packing_type; false: one document a row, filled up
-  with padding."""
+  """Pack several documents into a row, by grain_packing_type; false: one document a row, then
+  padding."""
   max_bad_records: NonNegative = key(0, CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA)
-  """Bad records (null, no text, no UTF-8, not the column; of prompts also those that are too long)
-  to skip and count; one more is refused."""
+  """Bad records (null, no text, not UTF-8, no such column, or prompts that are too long) to skip
+  and count; one more is an error."""
   num_epoch: Annotated[int, Range(low=1, limit=INT32, also=-1)] = key(-1, CHANGEABLE, TEXT)
-  """Epochs that a run may take at most, or it is refused; -1: as many as its budget needs."""
+  """Most epochs that a run may take; one that needs more is refused; -1: as many as its budget
+  needs."""
   # Files of records, by MaxText's names.
   train_data_columns: tuple[str, ...] = key(
     ("text",), CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA, RECORDS
   )
-  """Column of the records that holds the documents: [text], for example."""
+  """Column that holds the documents, for example [text]."""
   eval_data_columns: tuple[str, ...] = key(
     ("text",), CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA, RECORDS, EVAL_FILES
   )
-  """The same of validation files."""
+  """The same for validation files."""
   tokenize_train_data: bool = key(True, CHANGEABLE, TEXT, REAL_DATA)
-  """false: the records hold token ids, which are taken as they are."""
+  """false: the records hold token ids, which are used as they are."""
   tokenize_eval_data: bool = key(True, CHANGEABLE, TEXT, REAL_DATA)
-  """The same of validation files."""
+  """The same for validation files."""
   weights_column: str = key("", CHANGEABLE, TEXT, REAL_DATA)
-  """Column of the records that says which tokens count in the loss: 0 or 1 for each token id, or
-  for a whole document; empty: all count."""
+  """Column that says which tokens count in the loss: 0 or 1 for each token id, or for a whole
+  document; empty: all count."""
   grain_file_type: str = key("auto", CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA, GRAIN)
   """dataset_type grain: arrayrecord, parquet, tfrecord, jsonl (gzip and zstd too) or arrow; auto:
-  as the files' names say."""
+  by the files' names."""
   grain_train_files: Path = key("", CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA, GRAIN)
   """dataset_type grain: file, folder or glob of records."""
   grain_eval_files: Path = key("", CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA, GRAIN)
   """dataset_type grain: the same for validation; empty: as with eval_dataset_path."""
   hf_path: Path = key("", CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA, HF)
-  """dataset_type hf: folder of a dataset (save_to_disk, or of Parquet, JSONL or Arrow files);
-  parquet, json or arrow, with hf_train_files; or a name on the Hugging Face hub."""
+  """dataset_type hf: folder of a dataset (save_to_disk, Parquet, JSONL or Arrow); parquet, json or
+  arrow, with hf_train_files; or a name on the hub."""
   hf_name: str = key("", CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA, HF)
-  """dataset_type hf: configuration of a dataset that is given by name."""
+  """dataset_type hf: configuration of a dataset given by name."""
   hf_data_dir: Path = key("", CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA, HF)
   """dataset_type hf: folder within the dataset."""
   hf_train_files: Path = key("", CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA, HF)
@@ -124,13 +125,12 @@ class DataConfig(Section, heading="the data"):
   """Grain worker processes for loading; 0: threads only; does not change the data."""
   # Each thread has a load, and so has each place of a buffer.
   grain_num_threads: Annotated[int, Range(low=1, limit=256)] = key(1, CHANGEABLE, TEXT, THREADS)
-  """Without worker processes: loads that are read at once; more than 1 helps where reading waits
+  """Without worker processes: number of loads read at once; more than 1 helps where reading waits
   for a network."""
   grain_prefetch_buffer_size: Annotated[int, Range(low=1, limit=10_000)] = key(
     2, CHANGEABLE, TEXT, THREADS
   )
-  """Without worker processes: loads that are read ahead of the step, a step's samples each
-  (MaxText: rows)."""
+  """Without worker processes: loads read ahead, a step's samples each (MaxText: rows)."""
   grain_per_worker_buffer_size: Annotated[int, Range(low=1, limit=10_000)] = key(
     2, CHANGEABLE, TEXT, WORKERS
   )
@@ -139,32 +139,32 @@ class DataConfig(Section, heading="the data"):
   dataset_mixture: Annotated[
     tuple[tuple[Path, Weight], ...], Example("[[texts, 0.7], [code, 0.3]]")
   ] = key((), CHANGEABLE, TEXT, REAL_DATA)
-  """Sources and their shares of the samples, for example [[texts, 0.7], [code, 0.3]]; each is what
-  dataset_path could be, and takes its place; []: dataset_path alone."""
+  """Sources and their shares of the samples, for example [[texts, 0.7], [code, 0.3]], each a path
+  as in dataset_path; []: dataset_path alone."""
   mixture_schedule: Annotated[tuple[tuple[Weight, ...], ...], Example("[[10000, 0.5, 0.5]]")] = key(
     (), CHANGEABLE, TEXT, REAL_DATA
   )
-  """Other shares from a sample on, for example [[10000, 0.5, 0.5]]: a sample, then a weight for
+  """Shares that change at a sample, for example [[10000, 0.5, 0.5]]: the sample, then a weight for
   each source of the mixture, in its order."""
   grain_train_mixture_config_path: Path = key("", CHANGEABLE, TEXT, REAL_DATA)
-  """JSON file with a mixture as MaxText has it, {"name": {"path": "texts", "weight": 0.7}, …};
+  """JSON file with a mixture in MaxText's form, {"name": {"path": "texts", "weight": 0.7}, …};
   empty: dataset_mixture."""
   grain_packing_type: Literal["concat_then_split", "first_fit", "best_fit"] = key(
     "concat_then_split", CHANGEABLE, TEXT, REAL_DATA, PACKING
   )
-  """How documents are packed: concat_then_split (one after the other, divided where a row ends: no
-  padding), or whole into the first_fit or the best_fit row (less divided, some padding)."""
+  """concat_then_split (documents end to end, cut where a row ends: no padding), or each whole into
+  the first_fit or best_fit row (fewer cuts, some padding)."""
   use_truncation: bool = key(False, CHANGEABLE, TEXT, REAL_DATA)
-  """Of documents longer than a row keep the beginning alone; false: divide them into rows, and
-  nothing is lost."""
+  """Cut documents that are longer than a row at its end, and drop the rest; false: divide them into
+  rows, losing nothing."""
   block_cross_document_attention: bool = key(True, CHANGEABLE, TEXT, PACKING)
-  """Tokens see only their own document; false: all that stands before them in the row, which is
+  """Tokens attend to their own document only; false: to all earlier ones in the row, which is
   faster with attention: flash."""
   use_chat_template: bool = key(False, CHANGEABLE, PROMPTS_OR_REAL_DATA)
-  """The column holds conversations, messages of role and content, that the tokenizer's own chat
-  template renders; needs tokenizer_type: huggingface."""
+  """The column holds conversations (messages of role and content), rendered by the tokenizer's chat
+  template; needs tokenizer_type: huggingface."""
   sft_train_on_completion_only: bool = key(False, CHANGEABLE, TEXT, REAL_DATA)
-  """Of conversations only what the assistant says counts in the loss; false: all of it."""
+  """Only what the assistant says in conversations counts in the loss; false: all of it."""
 
   @property
   def segmented(self) -> bool:

@@ -70,18 +70,20 @@ class ModelConfig(Section, heading="the model"):
   normalization_layer_epsilon: NonNegativeFloat = key(1e-05, FIXED)
   """Epsilon added to the variance in normalization."""
   use_pre_norm: bool = key(True, FIXED)
-  """Normalize what attention and MLP are given; false with the two keys below: OLMo 2."""
+  """Normalize the inputs of attention and MLP; false with the two keys below: OLMo 2."""
   use_post_attn_norm: bool = key(False, FIXED)
-  """Normalize what attention adds to the residual stream (Gemma 2 and 3, OLMo 2)."""
+  """Normalize the output of attention before it is added to the residual stream (Gemma 2 and 3,
+  OLMo 2)."""
   use_post_ffw_norm: bool = key(False, FIXED)
-  """Normalize what the MLP adds to the residual stream (Gemma 2 and 3, OLMo 2)."""
+  """Normalize the output of the MLP before it is added to the residual stream (Gemma 2 and 3, OLMo
+  2)."""
   position_embedding: Literal["rope", "learned"] = key("rope", FIXED)
   """Position embedding: rope (rotary) or learned (a table of positions)."""
   max_position_embeddings: PositiveOrUnset = key(-1, FIXED)
-  """Positions the model is made for: the length of a table of learned ones, and what an export
-  states; -1: max_target_length."""
+  """Positions that the model is made for: the length of a learned table, and what an export states;
+  -1: max_target_length."""
   rope_type: Literal["default", "llama3.1"] = key("default", FIXED, ROPE)
-  """RoPE's frequencies: default, or llama3.1, which slows the slow ones by rope_factor so that a
+  """RoPE's frequencies: default, or llama3.1: low frequencies divided by rope_factor, so that a
   trained model reads longer rows."""
   rope_max_timescale: Annotated[float, Range(low=1, limit=FLOAT32)] = key(10000.0, FIXED, ROPE)
   """RoPE's longest wavelength (theta); raise it for longer contexts."""
@@ -90,39 +92,39 @@ class ModelConfig(Section, heading="the model"):
   )
   """The same for layers of sliding attention in layer_types (Gemma 3); -1: rope_max_timescale."""
   rope_linear_scaling_factor: Annotated[float, Range(low=1, limit=FLOAT32)] = key(1.0, FIXED, ROPE)
-  """Divides all of RoPE's frequencies, but not with local_rope_max_timescale (Gemma 3: 8); 1:
-  none."""
+  """Divides all RoPE frequencies except those of local_rope_max_timescale (Gemma 3: 8); 1: no
+  scaling."""
   rope_factor: Annotated[float, Range(low=1, limit=FLOAT32)] = key(1.0, FIXED, ROPE, LLAMA_ROPE)
   """rope_type llama3.1: factor by which slow frequencies are divided (Llama 3.1: 8, Llama 3.2:
   32)."""
   rope_low_freq_factor: NonNegativeFloat = key(1.0, FIXED, ROPE, LLAMA_ROPE)
-  """rope_type llama3.1: frequencies of fewer turns within original_max_position_embeddings are
-  divided in full."""
+  """rope_type llama3.1: frequencies with fewer turns than this within
+  original_max_position_embeddings are divided in full."""
   rope_high_freq_factor: NonNegativeFloat = key(4.0, FIXED, ROPE, LLAMA_ROPE)
-  """rope_type llama3.1: frequencies of more turns within original_max_position_embeddings stay as
-  they are."""
+  """rope_type llama3.1: frequencies with more turns than this within
+  original_max_position_embeddings stay unchanged."""
   original_max_position_embeddings: Positive = key(8192, FIXED, ROPE, LLAMA_ROPE)
-  """rope_type llama3.1: tokens of the rows that the model was first trained on."""
+  """rope_type llama3.1: context length, in tokens, that the model was first trained with."""
   sliding_window_size: NonNegative = key(0, FIXED)
-  """Sliding-window attention: tokens that a token attends to, itself included; 0: all."""
+  """Sliding-window attention: tokens that a token attends to, including itself; 0: all."""
   layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = key((), FIXED, WINDOW)
-  """Which layers have that window, a pattern that repeats: [sliding_attention, full_attention]
-  (Gemma 2); []: all."""
+  """Layers with that window, as a repeating pattern: [sliding_attention, full_attention] (Gemma 2);
+  []: all."""
   query_pre_attn_scalar: NonNegative = key(0, FIXED)
-  """Attention logits are divided by the root of it; 0: head_dim."""
+  """Attention logits are divided by its square root; 0: head_dim."""
   attn_logits_soft_cap: NonNegativeFloat = key(0.0, FIXED)
-  """Attention logits stay below it, by cap·tanh(logit/cap) (Gemma 2: 50); not in cuDNN's kernel; 0:
+  """Cap of attention logits, by cap·tanh(logit/cap) (Gemma 2: 50); not in cuDNN's kernel; 0:
   off."""
   final_logits_soft_cap: NonNegativeFloat = key(0.0, FIXED)
-  """The same for the logits of tokens, in loss, evaluation and sampling (Gemma 2: 30); 0: off."""
+  """The same for output logits, in loss, evaluation and sampling (Gemma 2: 30); 0: off."""
   scale_embedding: bool = key(False, FIXED)
-  """Multiply embeddings by the root of base_emb_dim (Gemma)."""
+  """Multiply embeddings by the square root of base_emb_dim (Gemma)."""
   logits_via_embedding: bool = key(False, FIXED)
   """Tie the output projection to the embedding: fewer parameters."""
   use_qk_norm: bool = key(False, FIXED)
   """Normalize queries and keys per head, as in Qwen 3: more stable at high learning rates."""
   qk_norm_across_heads: bool = key(False, FIXED, QK_NORM)
-  """use_qk_norm over all heads together, as in OLMo 2."""
+  """Apply use_qk_norm to all heads together, as in OLMo 2."""
   attention_qkv_bias: bool = key(False, FIXED)
   """Biases in the query, key and value projections."""
   attention_out_bias: bool = key(False, FIXED)
@@ -154,49 +156,44 @@ class ModelConfig(Section, heading="the model"):
     "custom",
     "explore",
   ] = key("none", CHANGEABLE)
-  """What the forward pass keeps for the backward pass, by MaxText's names: none (everything);
-  minimal_with_context, minimal (matrix products), save_dot_with_context_except_mlp,
-  save_dot_except_mlpwi, save_dot_except_mlp, save_qkv_proj, save_out_proj: fewer and fewer;
-  minimal_offloaded, qkv_proj_offloaded (in the host's memory); full (only what each layer is given,
-  least memory); custom (as the next keys say); explore, with micro_batch_size: explore: tries each
-  of them."""
+  """What the forward pass keeps for the backward pass, from none (keeps all) to full (recomputes
+  all); custom: the next keys; explore: try each (docs/models.md)."""
   decoder_layer_input: RematPlace = key("device", CHANGEABLE, CUSTOM_REMAT)
-  """With remat_policy: custom, what becomes of each tensor of a layer: remat (computed again),
-  device (kept) or offload (kept in the host's memory). What a layer is given: device or offload."""
+  """remat_policy: custom, for each tensor: remat (recompute), device (keep) or offload (keep on the
+  host). A layer's input: device or offload."""
   query_proj: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
-  """Queries of attention, rotated."""
+  """Attention queries, rotated."""
   key_proj: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
-  """Keys of attention, rotated."""
+  """Attention keys, rotated."""
   value_proj: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
-  """Values of attention, as they are."""
+  """Attention values."""
   context: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
-  """What attention gives, with its normalizers where a kernel computes it."""
+  """The output of attention, with its normalizers where a kernel computes it."""
   attention_out: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
   """The same, laid out for the output projection."""
   out_proj: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
-  """What the output projection of attention gives."""
+  """The result of attention's output projection."""
   mlpwi: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT, NOT_GATED)
-  """What the first matrix of the feed-forward layer gives, where it is not gated."""
+  """The result of the MLP's first matrix, where it is not gated."""
   mlpwi_0: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT, GATED)
-  """What the matrix of its gate gives."""
+  """The result of the gate's matrix."""
   mlpwi_1: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT, GATED)
-  """What the matrix beside the gate gives."""
+  """The result of the matrix beside the gate."""
   mlpwo: RematPlace = key("remat", CHANGEABLE, CUSTOM_REMAT)
-  """What its last matrix gives."""
+  """The result of the MLP's last matrix."""
   num_vocab_tiling: NonNegative = key(0, CHANGEABLE)
-  """Chunks in which logits and loss are computed; more save memory; 0: chunks whose logits are
-  about as large as the output matrix's gradient on a device (a quarter, where the gradient of all
-  logits is no larger and is kept), or 64 MiB."""
+  """Chunks in which logits and loss are computed; more save memory; 0: chosen so that a chunk's
+  logits are small beside the output matrix's gradient."""
   z_loss_multiplier: NonNegativeFloat = key(0.0, FIXED)
-  """Weight of the z-loss, the squared log normalizer; keeps logits from drifting; 0: off."""
+  """Weight of the z-loss, the squared log normalizer, which keeps logits from drifting; 0: off."""
   lora_rank: NonNegative = key(0, FIXED)
-  """Rank of LoRA's adapters, the only parameters that then train: with A·B beside a frozen matrix;
-  8 to 64 is usual; 0: no adapters."""
+  """Rank of LoRA's adapters, which then are all that trains, beside frozen matrices; 8 to 64 is
+  usual; 0: no adapters."""
   lora_alpha: Annotated[float, Range(low=1e-6, limit=FLOAT32, also=-1)] = key(-1.0, FIXED, ADAPTERS)
-  """The adapters' product counts lora_alpha / lora_rank times; -1: as lora_rank, so once."""
+  """Scale of the adapters: their product is multiplied by lora_alpha / lora_rank; -1: lora_rank, so
+  by 1."""
   lora_targets: tuple[str, ...] = key((), FIXED, ADAPTERS)
-  """Projections that have adapters, by name: query, key, value, out, gate, up, down; []: query and
-  value."""
+  """Projections with adapters: query, key, value, out, gate, up, down; []: query and value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,27 +201,25 @@ class PrecisionConfig(Section, heading="precision"):
   """In which number formats a run computes and keeps what, and the scale of its loss."""
 
   precision: FloatFormat = key("float32", CHANGEABLE)
-  """Number format of the computation: float32; bfloat16 (faster, half the activation memory);
-  float16 (more digits, less range, with loss scaling); cbfloat16 (Cerebras's, emulated to study
-  convergence, not faster)."""
+  """Format of the computation: float32; bfloat16 (half the activation memory, faster); float16
+  (needs loss scaling); cbfloat16 (Cerebras's, emulated)."""
   dtype: Literal["auto", "float32", "bfloat16", "float16", "cbfloat16"] = key("auto", CHANGEABLE)
   """Format of weights in use, activations and their gradients; auto: precision. Norms, softmax,
-  loss and sums are float32 always."""
+  loss and sums are always float32."""
   weight_dtype: Literal["float32", "bfloat16"] = key("float32", FIXED)
-  """Data type of the stored parameters: float32, or bfloat16 without a float32 copy, which needs
+  """Format of the stored parameters: float32, or bfloat16 without a float32 copy, which needs
   weight_rounding."""
   weight_rounding: Literal["none", "stochastic", "nearest"] = key(
     "none", CHANGEABLE, BFLOAT16_WEIGHTS
   )
-  """How updated bfloat16 weights are rounded: stochastic (small updates are kept on average), or
-  nearest (updates under 1/512 of a weight are lost); none: float32 weights are not."""
+  """How updated bfloat16 weights are rounded: stochastic (keeps small updates on average) or
+  nearest (loses updates under 1/512 of a weight); none: float32."""
   grad_dtype: FloatFormat = key("float32", CHANGEABLE)
-  """Format to which the gradients of a microbatch are rounded before they are summed in float32;
-  float32: as the backward pass gives them."""
+  """Format to which a microbatch's gradients are rounded before they are summed in float32;
+  float32: not rounded."""
   loss_scale: LossScale | Literal["auto", "none", "dynamic"] = key("auto", CHANGEABLE)
-  """Factor of the loss's gradient, divided out again: a number; dynamic (shrinks when a gradient
-  overflows and the step is skipped, grows again later); none; auto: dynamic with float16. The loss
-  is a sum over tokens, so 1 is what a mean's is with as many as the tokens of a step."""
+  """Factor of the loss gradient, divided out again: a number, dynamic (shrinks when gradients
+  overflow) or none; auto: dynamic with float16 (docs/precision.md)."""
   initial_loss_scale: Scale = key(16.0, CHANGEABLE, DYNAMIC_SCALE)
   """First scale of loss_scale: dynamic."""
   min_loss_scale: Scale = key(0.0009765625, CHANGEABLE, DYNAMIC_SCALE)
@@ -236,13 +231,13 @@ class PrecisionConfig(Section, heading="precision"):
   loss_scale_growth_factor: Annotated[float, Range(low=1.0625, high=1024)] = key(
     2.0, CHANGEABLE, DYNAMIC_SCALE
   )
-  """By how much it grows."""
+  """Factor by which it grows."""
   loss_scale_backoff_factor: Annotated[float, Range(low=0.001, high=0.9375)] = key(
     0.5, CHANGEABLE, DYNAMIC_SCALE
   )
-  """By how much it shrinks when a step is skipped."""
+  """Factor by which it shrinks when a step is skipped."""
   max_consecutive_skipped_steps: Positive = key(30, CHANGEABLE, LOSS_SCALE)
-  """Steps skipped in a row at which a run stops."""
+  """Consecutive skipped steps at which a run stops."""
   precision_report: bool = key(False, CHANGEABLE)
-  """Write precision_report.txt and .json when a run begins and ends: exponents of weights,
-  activations and gradients by layer, and which layers underflow or overflow in which format."""
+  """Write precision_report.txt and .json at a run's begin and end: which layers underflow or
+  overflow in which format, by exponents of what they compute."""

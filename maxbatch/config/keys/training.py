@@ -57,7 +57,7 @@ class OptimizerConfig(Section, heading="the optimizer"):
     "auto", CHANGEABLE, CHANGING_BATCH
   )
   """Scale the learning rate with batch / final batch: none, linear (for SGD) or sqrt (for Adam);
-  auto: none, or sqrt of batch / first batch with batch_schedule: gns or file."""
+  auto: sqrt of batch / first batch with gns or file, else none."""
   warmup_steps: CountOrZeroOrUnset = key(-1, CHANGEABLE)
   """Length of the warm-up in schedule_unit; -1: warmup_steps_fraction of the schedule."""
   warmup_steps_fraction: Probability = key(0.1, CHANGEABLE, WARMUP_FRACTION)
@@ -82,12 +82,11 @@ class OptimizerConfig(Section, heading="the optimizer"):
   """Data type of the first moment of adamw and muon, or of sgd's momentum; bfloat16 saves 2 bytes a
   parameter."""
   optimizer_memory_host_offload: bool = key(False, CHANGEABLE)
-  """Keep the optimizer's state in the memory of the devices' hosts between updates; for devices
-  whose memory it fills; false: on the devices."""
+  """Keep the optimizer's state in host memory between updates, for devices whose memory it fills;
+  false: on the devices."""
   trainable: Annotated[tuple[str, ...], Example('["layers/attention/*", "head"]')] = key((), FIXED)
-  """Parameters that train, as patterns of their paths, for example ["layers/attention/*", "head"];
-  the others stay as they are, without gradients and optimizer state; []: all, or with lora_rank the
-  adapters."""
+  """Patterns of the paths of parameters that train, for example ["layers/attention/*", "head"];
+  others are frozen; []: all, or only the adapters with lora_rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,18 +97,20 @@ class NoiseConfig(Section, heading="the gradient noise scale: which batch size i
   """Measure the gradient noise scale per example: off, norm (normalization layers only, cheapest)
   or all (every layer)."""
   gns_from_microbatches: bool = key(False, CHANGEABLE)
-  """Also estimate it from the gradients of whole microbatches, one per microbatch and replica; in
-  reinforcement learning per prompt, and of half groups too: whether more prompts or more
-  generations help."""
+  """Also estimate it from the gradients of whole microbatches; in reinforcement learning by
+  prompts: whether more prompts or more generations help."""
   gns_window_steps: Annotated[int, Range(low=8, limit=INT32)] = key(64, CHANGEABLE, MEASURED)
   """Steps over which an estimate averages; more: less noise, slower response."""
   gns_calibrate_every: NonNegative = key(10, CHANGEABLE, CALIBRATED)
-  """With gns: norm, steps between measurements of all layers, which calibrate the prediction for
-  the whole model; it takes some 20 of them for a number; 0: never."""
+  """With gns: norm, steps between measurements of all layers, which calibrate the whole model's
+  prediction (it takes about 20 of them); 0: never."""
   gns_report_every: NonNegative = key(100, CHANGEABLE, MEASURED)
   """Steps between log lines with the noise scale; 0: one at the end."""
-  gns_dwell_tokens: CountOrZeroOrUnset = key(-1, CHANGEABLE, NOISE_SCHEDULE)
-  """Tokens that batch_schedule: gns trains with a batch size at least; -1: 1/50 of the run."""
+  gns_hold_tokens: CountOrZeroOrUnset = key(
+    -1, CHANGEABLE, NOISE_SCHEDULE, old_names=("gns_dwell_tokens",)
+  )
+  """Least number of tokens that batch_schedule: gns trains with a batch size; -1: 1/50 of the
+  run."""
   gns_windows_before_growth: Positive = key(3, CHANGEABLE, NOISE_SCHEDULE)
   """Consecutive windows, half overlapping, that must agree before the batch grows."""
   gns_dry_run: bool = key(False, CHANGEABLE, NOISE_SCHEDULE)
@@ -122,60 +123,58 @@ class RLConfig(Section, heading="reinforcement learning"):
 
   # The sizes; batch_size then counts prompts, and micro_batch_size completions (batch/rl_sizes.py).
   num_generations: Annotated[int, Range(low=2, limit=INT32, also=-1)] = key(-1, FIXED)
-  """Completions per prompt, a group; with it batch_size counts prompts per step, and
-  micro_batch_size completions on all devices (-1: all at once); -1: no reinforcement
-  learning."""
+  """Completions per prompt (a group); batch_size then counts prompts, micro_batch_size completions
+  on all devices; -1: no reinforcement learning."""
   num_iterations: Positive = key(1, FIXED, RL)
-  """Optimizer steps on each batch of completions; more: fewer rollouts, further from the policy that
+  """Optimizer steps per batch of completions; more: fewer rollouts, further from the policy that
   sampled."""
   max_prefill_predict_length: Positive = key(64, CHANGEABLE, RL)
-  """Longest prompt in tokens; a completion has the rest of max_target_length."""
+  """Longest prompt, in tokens; the rest of max_target_length is for the completion."""
   rollout_devices: DevicesOrNone = key(0, CHANGEABLE, ROLLOUTS)
-  """Devices that only sample, apart from the mesh that trains; 0: all devices do both in turn."""
+  """Devices that only sample, beside the mesh that trains; 0: all devices alternate."""
   # A snapshot of the parameters for each.
   rollout_staleness: Annotated[int, Range(low=0, high=64)] = key(0, CHANGEABLE, RL)
-  """Steps by which the policy that samples lags behind, so that the next batch is sampled
-  meanwhile; 0: overlap within a batch alone, and exactly the synchronous training."""
+  """Steps by which the sampling policy lags, so that the next batch is sampled meanwhile; 0:
+  overlap within a batch only, exactly synchronous training."""
   # The prompts.
   rl_task: str = key("", FIXED, RL)
-  """Built-in task with answers to verify: mix-sort or format; empty: prompts from the data, the
-  first of train_data_columns, the other columns for the reward functions."""
+  """Built-in task with verifiable answers: mix-sort or format; empty: prompts from the data's first
+  column, the others for the reward functions."""
   warm_start_steps: NonNegative = key(0, PER_START, RL, BUILT_IN_TASK)
-  """Steps of 64 of the task's demonstrations, right and wrong ones, at learning rate 1e-3, with
-  which a run begins, in {run_name}/warm_start: training on rewards makes frequent what a model
-  already does now and then; 0: none."""
+  """Steps of 64 of the task's demonstrations with which a run begins, in {run_name}/warm_start:
+  rewards reinforce only what a model sometimes does; 0: none."""
   num_prompts: CountOrUnset = key(-1, FIXED, RL)
-  """Prompts of an epoch: the first so many; -1: all of the data, and of a built-in task no end."""
+  """Prompts of an epoch: the first num_prompts; -1: all of the data; a built-in task then never
+  ends."""
   leftover_prompts: Literal["carry", "drop", "error"] = key("carry", FIXED, RL, FINITE_PROMPTS)
-  """Prompts at the end of an epoch that fill no batch: carry (the next epoch fills it up), drop
+  """Prompts at the end of an epoch that do not fill a batch: carry (into the next epoch), drop
   (counted in the metrics) or error."""
   # The rewards.
   reward_functions: tuple[Name, ...] = key((), CHANGEABLE, RL)
-  """Functions that reward completions, summed: module:function of your own, exact or gsm8k (the
-  column answer); []: exact, for rl_task."""
+  """Functions that reward completions, summed: module:function of your own, exact or gsm8k (with
+  the column answer); []: exact, for rl_task."""
   reward_processes: Annotated[int, Range(low=1, high=256)] = key(2, CHANGEABLE, RL)
-  """Processes that run them, each a group at a time, beside every process that trains."""
+  """Processes that run them, one group at a time each, beside every training process."""
   reward_timeout_seconds: Seconds = key(60, CHANGEABLE, RL)
-  """Seconds after which a reward function hangs."""
+  """Seconds after which a reward function counts as hung."""
   reward_failure: Literal["stop", "zero"] = key("stop", CHANGEABLE, RL)
-  """What follows when a reward function raises, hangs or returns no finite numbers: stop, or zero
-  for all of the prompt's completions, counted in the metrics."""
+  """When a reward function raises, hangs or returns no finite numbers: stop, or zero for all
+  completions of the prompt, counted in the metrics."""
   # The loss.
   loss_type: Literal["dapo", "grpo", "dr_grpo"] = key("dapo", CHANGEABLE, RL)
-  """Mean over what: dapo (tokens of the step), grpo (tokens of a completion, then completions) or
-  dr_grpo (completions times their longest length); each the same however the batch is split."""
+  """Average over: dapo (tokens of the step), grpo (tokens of a completion, then completions) or
+  dr_grpo (completions times their longest length)."""
   scale_rewards: Literal["group", "none"] = key("group", CHANGEABLE, RL)
   """Divide a group's advantages by the standard deviation of its rewards: group, or none (Dr.
   GRPO)."""
   grpo_beta: NonNegativeFloat = key(0.0, CHANGEABLE, RL)
-  """Weight of the KL divergence from the policy that training began with (estimator k3); 0: no
-  reference is kept."""
+  """Weight of the KL divergence from the initial policy (estimator k3); 0: no reference is kept."""
   grpo_epsilon: Probability = key(0.2, CHANGEABLE, RL)
-  """How far below 1 the ratio of probabilities may go before it is clipped."""
+  """How far below 1 the probability ratio may go before it is clipped."""
   grpo_epsilon_high: Annotated[float, Range(low=0, limit=FLOAT32, also=-1)] = key(
     -1.0, CHANGEABLE, RL
   )
-  """The same above 1, DAPO's clip higher: 0.28; -1: grpo_epsilon."""
+  """The same above 1 (DAPO's clip-higher: 0.28); -1: grpo_epsilon."""
   importance_sampling_cap: NonNegativeFloat = key(2.0, CHANGEABLE, RL)
-  """Largest weight by which tokens are corrected for the lag of the policy that sampled them; 0: no
-  weights, and ratios against that policy, clipped."""
+  """Cap of the weights that correct tokens for the sampling policy's lag; 0: no weights, and ratios
+  against that policy, clipped."""
