@@ -41,7 +41,7 @@ NEVER = re.compile(
   | test_report_in_a_browser | test_docs_site | test_object_store | test_distribution
   | test_same_training | test_faults | test_interrupted | test_lost_listener | test_agreement
   | test_loading_processes | test_full_disk | test_rendezvous | test_soak | test_partition
-  | test_joining | test_second_job | test_environment | test_local_cluster | test_templates
+  | test_joining | test_connections | test_second_job | test_environment | test_local_cluster | test_templates
   | test_tpu_topology | test_metrics_writers\.py::test_(wandb|mlflow) | test_data_formats\.py::test_a_dataset_
   """,
   re.VERBOSE,
