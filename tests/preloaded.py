@@ -6,6 +6,7 @@ and let XLA look at the suite's flags, and has done nothing else: this file, as
 `python tests/preloaded.py`, is that one, and forks at each request.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -109,7 +110,14 @@ def _forking_process(env: Mapping[str, str]) -> tuple[socket.socket, subprocess.
         command, stdin=its.fileno(), stdout=subprocess.DEVNULL, env=env, cwd=_REPOSITORY
       )
     _forking.append((ours, process))
+    atexit.register(_stop_forking, ours, process)
   return _forking[0]
+
+
+def _stop_forking(ours: socket.socket, process: subprocess.Popen[bytes]) -> None:
+  """Ends the process that forks, which reads no more requests."""
+  ours.close()
+  process.wait()
 
 
 def _serve() -> dict[str, Any]:

@@ -141,6 +141,7 @@ def test_a_module_that_only_some_processes_have_imported_so_far_is_no_difference
 def test_an_error_of_all_processes_is_said_by_the_first(monkeypatch, number, kind):
   monkeypatch.setattr(start, "start_devices", lambda _: None)
   monkeypatch.setattr(start, "check_alike", lambda _: None)
+  monkeypatch.setattr(start, "connect_processes", lambda *_: None)
   monkeypatch.setattr(jax, "process_index", lambda: number)
   monkeypatch.setattr(jax, "process_count", lambda: 2)
   monkeypatch.setattr(start, "gather", lambda value: [value])
