@@ -13,7 +13,7 @@ from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.modes.compile_only import prepare_only
 from maxbatch.modes.method import Purpose
 from maxbatch.modes.prepare import purpose_of
-from maxbatch.modes.run import run
+from maxbatch.modes.run import check_learned, run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
     config = load_config(arguments.configuration)
     check_supervised(config.rl)
     if purpose_of(config) is Purpose.RUN:
-      run(config, retune=arguments.own.retune)
+      check_learned(*run(config, retune=arguments.own.retune))
     else:
       prepare_only(config, retune=arguments.own.retune)
 

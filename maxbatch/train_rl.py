@@ -12,6 +12,7 @@ from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.modes.compile_only import prepare_only
 from maxbatch.modes.method import Purpose
 from maxbatch.modes.prepare import purpose_of
+from maxbatch.modes.run import check_learned
 from maxbatch.rl.method import GRPO
 from maxbatch.rl.run import run_rl, sum_up_rl
 from maxbatch.run_folder.paths import RunFolder
@@ -52,7 +53,7 @@ def _run(arguments: Arguments[TrainRLArguments]) -> None:
     if purpose_of(config) is not Purpose.RUN:
       prepare_only(config, retune=arguments.own.retune, method=GRPO)
       return
-    run_rl(config, retune=arguments.own.retune)
+    check_learned(*run_rl(config, retune=arguments.own.retune))
     sum_up_rl(RunFolder.of(config.run))
 
 

@@ -114,7 +114,7 @@ def test_what_compiles_but_exceeds_the_budget_is_not_timed(tmp_path, clock, caps
   given = command(tmp_path, compile_only="true", micro_batch_size=2, device_memory_gb=0.0001)
   assert main(given) == 2
   said = capsys.readouterr()
-  assert "of 0.00: DOES NOT FIT" in said.out
+  assert "of 0.10: DOES NOT FIT" in said.out
   assert re.match(
     r"error: per_device_batch_size=2: the step needs [\d,]+ bytes a device, which has 107,374 bytes; ",
     said.err,

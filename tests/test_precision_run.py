@@ -98,7 +98,7 @@ def test_a_run_of_which_every_step_was_skipped_has_not_finished(tmp_path, capsys
   given = arguments(tmp_path, steps=2, precision="float16", loss_scale=2**30)
   assert train.main(given) == 3
   printed = capsys.readouterr()
-  assert "2 steps of the run, and all were skipped: nothing was learned" in printed.err
+  assert "nothing was learned: all 2 steps were skipped" in printed.err
   assert "Finished" not in printed.out
   assert status_of(read_history(tmp_path / "first_run")).state == "diverged"
 

@@ -140,10 +140,10 @@ def gib(num_bytes: float, digits: str = ".3g") -> str:
   return f"{num_bytes / GIB:{digits}}"
 
 
-def in_unit(num_bytes: float, largest: float) -> tuple[str, str]:
-  """Returns bytes to three digits and the unit: MiB where the largest of their table is below 1/2 GiB."""
+def in_unit(num_bytes: float, largest: float, digits: str = ".3f") -> tuple[str, str]:
+  """Returns bytes and their unit: MiB where the largest of their table is below 1/2 GiB."""
   size, unit = (GIB, "GiB") if largest >= GIB / 2 else (MIB, "MiB")
-  return f"{num_bytes / size:.3f}", unit
+  return f"{num_bytes / size:{digits}}", unit
 
 
 def gib_of(num_bytes: float, capacity_bytes: float) -> str:

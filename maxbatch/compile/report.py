@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from maxbatch.command_line.screen import figure, gib, in_unit, section
+from maxbatch.command_line.screen import figure, in_unit, section
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import CompiledProgram, ProgramMemory, StateBytes, state_bytes
 from maxbatch.compile.report_time import (
@@ -38,8 +38,9 @@ def memory_figures(rows: Sequence[tuple[str, int]], capacity: int) -> list[str]:
   peak = rows[-1][1]
   lines = [figure(name, *in_unit(size, peak)) for name, size in rows]
   verdict = "fits" if peak <= capacity else "DOES NOT FIT"
-  unit = "" if lines[-1].endswith("GiB") else " GiB"
-  return [*lines[:-1], f"{lines[-1]} of {gib(capacity, '.2f')}{unit}: {verdict}"]
+  held, unit = in_unit(capacity, capacity, ".2f")
+  unit = "" if lines[-1].endswith(unit) else f" {unit}"
+  return [*lines[:-1], f"{lines[-1]} of {held}{unit}: {verdict}"]
 
 
 class Sampling(Protocol):

@@ -24,7 +24,7 @@ from maxbatch.core.phases import Position
 from maxbatch.core.plan import BatchPlan
 from maxbatch.data.mixture import MixedRows
 from maxbatch.data.rows import Dataset
-from maxbatch.errors import UserError
+from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.hardware.agreement import check_shared, sync_errors, write_shared_file
 from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.ending import Watchdog, ending_together
@@ -60,6 +60,7 @@ from maxbatch.training.build import (
 from maxbatch.training.evaluation import EvalStep
 from maxbatch.training.job import RECORD, Evaluation, Job, Outputs, Profiler
 from maxbatch.training.loop import first_record, show_text, train
+from maxbatch.training.loss_scaling import nothing_learned
 from maxbatch.training.noise_run import Noise, StepPrograms
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
@@ -107,6 +108,16 @@ def run(
       return _run_in_folder(prepared, run_log, advise=advise)
 
 
+def check_learned(state: TrainState, position: Position) -> None:
+  """Refuses to call a run that is over, and saved, a success if every step was skipped.
+
+  Raises:
+    TrainingDivergedError: so it was.
+  """
+  if said := nothing_learned(state.loss_scale, position.step):
+    raise TrainingDivergedError(said)
+
+
 def _run_in_folder(
   prepared: Prepared, run_log: RunLog, *, advise: bool
 ) -> tuple[TrainState, Position]:
@@ -124,8 +135,10 @@ def _run_in_folder(
     texts = SampleTexts(resolved, prepared.trainer)
     state, reached = _train(prepared, start, checkpointer, run_log, texts)
   plan = start.plan_as_decided()
-  run_log.end("finished" if reached.step == plan.steps else "stopped", reached.step)
-  sum_up(resolved, plan, reached, texts.latest)
+  skipped = nothing_learned(state.loss_scale, reached.step)
+  how = "finished" if reached.step == plan.steps else "stopped"
+  run_log.end("diverged" if skipped else how, reached.step, skipped)
+  sum_up(resolved, plan, reached, texts.latest, skipped)
   if isinstance(dataset.train, MixedRows):
     print(dataset.train.report(reached.samples))
   written = run_log.page.finish()

@@ -68,8 +68,18 @@ class SampleTexts:
     write_shared_file(self._resolved.folder.text_before_training, self.latest)
 
 
-def sum_up(resolved: ResolvedRun, plan: BatchPlan, position: Position, written: str) -> None:
-  """Says how far, how well and where; `written` is what the model wrote last."""
+def sum_up(
+  resolved: ResolvedRun, plan: BatchPlan, position: Position, written: str, skipped: str = ""
+) -> None:
+  """Says how far, how well and where.
+
+  Args:
+    resolved: the run.
+    plan: its plan.
+    position: where it ended.
+    written: what the model wrote last.
+    skipped: what to say if every step was skipped.
+  """
   config, folder = resolved.config, resolved.folder
   complete = position.step == plan.steps
   if complete:
@@ -80,6 +90,7 @@ def sum_up(resolved: ResolvedRun, plan: BatchPlan, position: Position, written: 
       _show("after", written)
   tokens = plan.tokens(position.samples)
   end = colored("Finished", "green") if complete else colored("Stopped", "yellow")
+  end = colored("Nothing learned", "red") if skipped else end
   print(f"\n{end} after step {position.step:,}: {position.samples:,} samples, {tokens:,} tokens")
   evaluated = [record for record in each_record(folder.path) if "eval/loss" in record]
   if evaluated:

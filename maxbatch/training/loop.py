@@ -64,7 +64,7 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
   Raises:
     TrainingDivergedError: a loss or gradient is not finite, and nothing of that step is saved; or
       the validation loss is not, and what was due to be saved is. With a loss scale such steps are
-      skipped, until there are max_consecutive_skipped_steps in a row, or all of the run were.
+      skipped, until there are max_consecutive_skipped_steps in a row.
     RowsError: a row of a step is not what was read for it, and nothing of that step is saved.
   """
   job.outputs.progress.begin()
@@ -186,8 +186,7 @@ def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Reco
   is_skipped = scaling is not None and bool(scaling.is_skipped)
   if scaling is not None and job.trainer.loss_scaling is not None and is_skipped:
     limits = job.trainer.loss_scaling
-    is_last = position.step == plan.steps
-    check_skips(limits, scaling, position.step, loss, lambda: _last_good(job), is_last=is_last)
+    check_skips(limits, scaling, position.step, loss, lambda: _last_good(job))
   elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
     raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
   noise = job.noise.observe(pending.before.step, metrics) if job.noise and not is_skipped else {}

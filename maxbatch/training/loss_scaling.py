@@ -49,10 +49,8 @@ def check_skips(
   step: int,
   loss: float,
   saved: Callable[[], str],
-  *,
-  is_last: bool,
 ) -> None:
-  """Stops a run that skips one step after the other, or has skipped every one.
+  """Stops a run that skips one step after the other.
 
   Args:
     scaling: of the run.
@@ -60,14 +58,12 @@ def check_skips(
     step: its number.
     loss: its loss.
     saved: says what is saved.
-    is_last: whether the run ends with it.
 
   Raises:
-    TrainingDivergedError: as many in a row as the run allows, or all of a run that ends.
+    TrainingDivergedError: as many in a row as the run allows.
   """
   count, scale = int(metrics.skipped_in_a_row), float(metrics.loss_scale)
-  learned_nothing = is_last and int(metrics.skipped_steps) == step
-  if count < scaling.max_skipped_in_a_row and not learned_nothing:
+  if count < scaling.max_skipped_in_a_row:
     return
   if math.isfinite(loss):
     why = (
@@ -86,11 +82,19 @@ def check_skips(
       "helps; precision=bfloat16 has the range of float32, or a lower learning_rate or a longer "
       "warmup_steps may help"
     )
-  which = f"the last {count} steps were skipped, max_consecutive_skipped_steps"
-  if learned_nothing:
-    which = f"{counted(step, 'step')} of the run, and all were skipped: nothing was learned"
   raise TrainingDivergedError(
-    f"step {step}: {which}, at last with loss_scale={scale:g}; {why}. {saved()}"
+    f"step {step}: the last {count} steps were skipped, max_consecutive_skipped_steps, at last with "
+    f"loss_scale={scale:g}; {why}. {saved()}"
+  )
+
+
+def nothing_learned(state: LossScale | None, step: int) -> str:
+  """Returns what to say of a run of so many steps if all were skipped; nothing if some were not."""
+  if state is None or step == 0 or int(state.skipped_steps) < step:
+    return ""
+  return (
+    f"nothing was learned: all {counted(step, 'step')} were skipped, as gradients overflow; a lower "
+    "initial_loss_scale, or precision=bfloat16, which has the range of float32, may help"
   )
 
 
