@@ -168,9 +168,8 @@ def _sample(arguments: Arguments[SampleArguments]) -> None:
     config = read(folder, rest)
     if config.compile.compile_topology:
       raise UserError(
-        f"compile_topology={config.compile.compile_topology}: texts are not written on devices "
-        "that "
-        "are not here; leave it out"
+        f"compile_topology={config.compile.compile_topology}: sampling runs on the devices of "
+        "this machine; leave it out"
       )
     with started(config, leaves_files=False):
       job = _prepare(own, config, open_source("checkpoint", folder))

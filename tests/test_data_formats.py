@@ -239,7 +239,7 @@ def test_a_dataset_by_name_through_the_library(tmp_path, monkeypatch):
   keys = {"dataset_type": "hf", "hf_path": "csv", "hf_train_files": str(tmp_path / "a.csv")}
   assert documents(build(tmp_path, **keys).train) == DOCUMENTS
   message = refusal(tmp_path, **(keys | {"hf_train_files": str(tmp_path / "no.csv")}))
-  assert "hf_path=csv train_split=train: it is no folder here" in message
+  assert "hf_path=csv train_split=train: it is not a local folder" in message
   assert "no.csv" in message
 
 

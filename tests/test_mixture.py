@@ -332,8 +332,8 @@ def test_what_is_refused(tmp_path, monkeypatch, arguments, message):
       "not JSON (a is there twi",
     ),
     ("[" * 100_000, "is not JSON (maximum recursion depth"),
-    ('{"": {"path": "a", "weight": 1}}', "'' is no name"),
-    ('{"a\\nb": {"path": "a", "weight": 1}}', "'a\\nb' is no name"),
+    ('{"": {"path": "a", "weight": 1}}', "'' cannot be shown in logs and metrics"),
+    ('{"a\\nb": {"path": "a", "weight": 1}}', "'a\\nb' cannot be shown in logs and metrics"),
   ],
 )
 def test_files_that_hold_no_mixture(tmp_path, content, message):

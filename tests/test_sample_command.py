@@ -133,7 +133,7 @@ MISTAKES = {
   'for example stop=["b"]',
   "prompts_file=none.txt": "prompts_file=none.txt cannot be read: No such file or directory; give a "
   "file with a prompt in each line",
-  "compile_topology=v5e-4": "compile_topology=v5e-4: these devices are not here",
+  "compile_topology=v5e-4": "compile_topology=v5e-4: sampling runs on the devices of this machine; leave it out",
   "base_emb_dim=32": "has other parameters than this run:\n  embedding is [264, 16] there and [264, 32]",
 }
 
