@@ -18,8 +18,7 @@ from maxbatch.command_line.screen import note
 from maxbatch.command_line.signals import leave
 from maxbatch.compile import cache
 from maxbatch.config.declare import DevicesOrUnset, FileName, Hosts, Positive, Range
-from maxbatch.config.effects import without_effect
-from maxbatch.config.load import load_config
+from maxbatch.config.load import load_config, without_effect
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError

@@ -9,8 +9,8 @@ from maxbatch.command_line.arguments import Arguments, Command
 from maxbatch.command_line.help import key_lines
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
-from maxbatch.config.base_file import Documented, documented_keys
 from maxbatch.config.find import did_you_mean
+from maxbatch.config.schema import Documented, documented_keys
 from maxbatch.errors import UserError
 
 

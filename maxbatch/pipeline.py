@@ -13,8 +13,7 @@ from maxbatch.command_line.run import run_command
 from maxbatch.command_line.screen import note
 from maxbatch.command_line.signals import leave
 from maxbatch.config.declare import DevicesOrUnset
-from maxbatch.config.effects import without_effect
-from maxbatch.config.load import load_config
+from maxbatch.config.load import load_config, without_effect
 from maxbatch.config.schema import Config, replaced
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError

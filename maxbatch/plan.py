@@ -17,9 +17,8 @@ from maxbatch.command_line.run import run_command
 from maxbatch.command_line.screen import for_screen, note
 from maxbatch.command_line.signals import leave
 from maxbatch.config.declare import DevicesOrUnset, Hosts
-from maxbatch.config.effects import without_effect
 from maxbatch.config.keys.batch import Explore
-from maxbatch.config.load import load_config, to_flat_dict
+from maxbatch.config.load import load_config, to_flat_dict, without_effect
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.hardware.tpu_slices import CountedDevices, count_devices

@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from maxbatch.__main__ import COMMANDS
-from maxbatch.config.base_file import documented_keys
+from maxbatch.config.schema import documented_keys
 from maxbatch.config.value import describe
 
 

@@ -5,7 +5,7 @@ python scripts/write_base_config.py
 
 from pathlib import Path
 
-from maxbatch.config.base_file import base_file
+from maxbatch.config.schema import base_file
 
 if __name__ == "__main__":
   path = Path(__file__).resolve().parent.parent / "configs" / "base.yml"

@@ -12,8 +12,7 @@ from record_files import WRITERS, example, framed, jsonl, parquet, table
 from support import base
 from token_caches import starts_of
 
-from maxbatch.config.effects import without_effect
-from maxbatch.config.load import load_config
+from maxbatch.config.load import load_config, without_effect
 from maxbatch.data import token_cache, workers
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.formats.tf_records import feature

@@ -12,8 +12,8 @@ import pytest
 
 from maxbatch.__main__ import COMMANDS
 from maxbatch.command_line.arguments import parse
-from maxbatch.config.base_file import documented_keys
 from maxbatch.config.load import load_config
+from maxbatch.config.schema import documented_keys
 from maxbatch.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent

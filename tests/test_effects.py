@@ -16,9 +16,8 @@ from support import SMALLEST
 
 import maxbatch
 from maxbatch.config.declare import CHANGEABLE, Besides, key, when
-from maxbatch.config.effects import without_effect
 from maxbatch.config.find import model_names
-from maxbatch.config.load import load_config
+from maxbatch.config.load import load_config, without_effect
 from maxbatch.config.registry import naming_keys
 from maxbatch.config.schema import fields, replaced, sections, to_flat
 from maxbatch.data.reading import read_ahead

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import base, configured
 
-from maxbatch.config.effects import without_effect
+from maxbatch.config.load import without_effect
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.input_report import given_files
 from maxbatch.data.mixed import mixed_paths, source_names

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from maxbatch.batch.from_config import check_can_continue, plan_batches
-from maxbatch.config.effects import without_effect
-from maxbatch.config.load import load_config
+from maxbatch.config.load import load_config, without_effect
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.hardware.tpu_slices import count_devices

@@ -14,8 +14,7 @@ from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_config, tin
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile.compile_step import placeholder_rows
-from maxbatch.config.effects import without_effect
-from maxbatch.config.load import load_config
+from maxbatch.config.load import load_config, without_effect
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.models.registry import Parameters

@@ -4,8 +4,7 @@ import pytest
 
 from maxbatch.config import schema
 from maxbatch.config.declare import declared
-from maxbatch.config.effects import without_effect
-from maxbatch.config.load import load_config
+from maxbatch.config.load import load_config, without_effect
 from maxbatch.errors import UserError
 from maxbatch.rl.requirements import check_rl
 

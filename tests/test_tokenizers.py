@@ -13,8 +13,7 @@ from vocabularies import END, MAKERS, huggingface, sentencepiece_model, tiktoken
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.checkpoints.record import identity
-from maxbatch.config.effects import without_effect
-from maxbatch.config.load import load_config
+from maxbatch.config.load import load_config, without_effect
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.registry import build_dataset, build_tokenizer

@@ -10,8 +10,8 @@ import sys
 import typing
 from collections.abc import Iterable, Sequence
 
-from maxbatch.config.base_file import documented_keys
 from maxbatch.config.find import model_names, packaged_names
+from maxbatch.config.schema import documented_keys
 
 
 def complete(commands: Sequence[str]) -> None:

@@ -4,11 +4,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from maxbatch.command_line.arguments import HELP, Command, Declared, File, Key, declared
-from maxbatch.config.base_file import Documented, documented, documented_keys
 from maxbatch.config.declare import declared as declared_keys
 from maxbatch.config.find import did_you_mean, model_names, packaged_names
 from maxbatch.config.load import plugins_of
-from maxbatch.config.schema import sections
+from maxbatch.config.schema import Documented, documented, documented_keys, sections
 from maxbatch.config.value import describe
 from maxbatch.errors import UserError
 

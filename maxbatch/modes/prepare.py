@@ -11,7 +11,7 @@ from maxbatch.command_line.screen import for_screen
 from maxbatch.compile import cache
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.step_file import check_replaces_no_other
-from maxbatch.config.effects import without_effect
+from maxbatch.config.load import without_effect
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted
 from maxbatch.core.phases import Position

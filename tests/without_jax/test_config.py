@@ -13,10 +13,10 @@ from published import PUBLISHED_PARAMETERS
 from maxbatch.command_line.arguments import Command, wants_help
 from maxbatch.command_line.help import MOST_USED, help_text
 from maxbatch.config import schema
-from maxbatch.config.base_file import base_file, documented_keys
 from maxbatch.config.declare import Positive
 from maxbatch.config.find import config_path, model_names, packaged_folder, read_argument, read_file
 from maxbatch.config.load import load_config, to_flat_dict
+from maxbatch.config.schema import base_file, documented_keys
 from maxbatch.config.value import convert
 from maxbatch.errors import UserError
 
