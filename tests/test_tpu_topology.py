@@ -149,7 +149,7 @@ def test_a_text_that_is_not_understood_gives_no_time_but_its_memory(tmp_path, ca
   assert report["not_estimated"] in printed.err
   assert not {"time", "estimate"} & report.keys()
   for text in (printed.out, (tmp_path / "run" / "compile_report.txt").read_text()):
-    assert re.search(r"peak +[\d.]+ \w+ of 15.75: fits", text)
+    assert re.search(r"peak +[\d.]+ \w+ of 15\.75 GiB: fits", text)
     assert "Time: unknown; the time of the compiled step cannot be estimated" in text
 
 
@@ -221,7 +221,7 @@ def test_gpt2_small_over_data_and_fsdp(tmp_path):
   assert moved(report, "all-reduce", inside=False) == pytest.approx(gradients, rel=0.02)
   text = (tmp_path / "run" / "compile_report.txt").read_text()
   assert "on v5e-4\n  4 × TPU v5 lite: data 2 × fsdp 2 × tensor 1 × stage 1" in text
-  assert re.search(r"peak +\S+ GiB of 15\.75: fits", text)
+  assert re.search(r"peak +\S+ MiB of 15\.75 GiB: fits", text)
 
 
 def test_two_slices_are_joined_by_the_network(tmp_path, capsys):
