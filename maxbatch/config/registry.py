@@ -1,14 +1,14 @@
 """What a key names: something registered under a name, or `module:attribute` of the user's own.
 
 Every registry is a dict from name to what it builds, in a file of the folder that uses it. What the
-user names may declare keys of its own (config/registry.py), with which it is then called.
+user names may declare keys of its own (`Keys`, below), with which it is then called.
 
 Libraries that only some data need: imported when a run uses them, so that others start fast.
 
 Keys that plug-ins declare: what `key=module:attribute` names may have an attribute `Keys`.
 
 That is a frozen dataclass whose fields are declared as those of config/keys/ are. The plug-in is
-given an instance of it as the argument `keys` (config/registry.py).
+given an instance of it as the argument `keys`.
 """
 
 import dataclasses

@@ -180,11 +180,11 @@ def sum_denominators(
 
 
 def _on_replicas(
-  local: Callable[..., Any], mesh: Mesh | None, replicas: str, fed: Any, *others: Any
+  local: Callable[..., Any], mesh: Mesh | None, replicas: str, batch: Any, *others: Any
 ) -> Any:
-  """Returns `local(axis, fed, *others)`, run on each replica with its rows (k, B, …) of what is fed."""
+  """Returns `local(axis, batch, *others)`, run on each replica with its rows of `batch` (k, B, …)."""
   if mesh is None or mesh.shape.get(replicas, 1) == 1:
-    return local(None, fed, *others)
+    return local(None, batch, *others)
   whole = PartitionSpec()
   return jax.shard_map(
     functools.partial(local, replicas),
@@ -193,7 +193,7 @@ def _on_replicas(
     out_specs=whole,
     axis_names={replicas},
     check_vma=False,
-  )(fed, *others)
+  )(batch, *others)
 
 
 def _sums(
@@ -202,7 +202,7 @@ def _sums(
   summand: Callable[[Any], Any],
   squared_norm: Callable[[Any], jax.Array] | None,
   axis: str | None,
-  fed: tuple[Any, jax.Array | None],
+  batch: tuple[Any, jax.Array | None],
   constants: Any,
   params: Any,
   num_microbatches: jax.Array,
@@ -212,14 +212,14 @@ def _sums(
   """Returns the sums over all replicas, of which this is one of those along `axis`."""
 
   def microbatch(index: jax.Array) -> tuple[Any, jax.Array | None]:
-    return jax.tree.map(lambda x: x[index], fed)
+    return jax.tree.map(lambda x: x[index], batch)
 
   gradient = _Gradient(_with_constants(loss, constants))
   shapes = gradient.shapes(params, *jax.eval_shape(microbatch, jnp.int32(0)))
   weights = None
   if gradient.num_divisors > 1:
     if denominators is None:
-      denominators = _denominators(loss, axis, fed, constants, params, num_microbatches)
+      denominators = _denominators(loss, axis, batch, constants, params, num_microbatches)
     weights = term_weights(shapes[0], denominators)
 
   def add(index: jax.Array, carry: Any) -> Any:
@@ -234,7 +234,7 @@ def _sums(
       squares = of_each + squared_norm(new), divisors_k.at[index].set(_first(terms).denominator)
     return layout(gradients), joined(sums, (terms, stats)), squares
 
-  k = jax.tree.leaves(fed)[0].shape[0]
+  k = jax.tree.leaves(batch)[0].shape[0]
   carry = layout(zeros), zeros_of(shapes), _no_squares(squared_norm, zeros, k, shapes[0])
   # No loop around a single microbatch: the TPU compiler otherwise computes parts of it twice.
   gradients, (terms, stats), of_parts = (
@@ -298,7 +298,7 @@ def _with_constants(loss: Callable[..., tuple[Terms, Stats]], constants: Any) ->
 def _denominators(
   loss: Callable[..., tuple[Terms, Stats]],
   axis: str | None,
-  fed: tuple[Any, jax.Array | None],
+  batch: tuple[Any, jax.Array | None],
   constants: Any,
   params: Any,
   num_microbatches: jax.Array,
@@ -310,7 +310,7 @@ def _denominators(
   loss_fn = _with_constants(loss, constants)
 
   def of_microbatch(index: jax.Array) -> dict[str, jax.Array]:
-    terms, _ = loss_fn(params, *jax.tree.map(lambda x: x[index], fed))
+    terms, _ = loss_fn(params, *jax.tree.map(lambda x: x[index], batch))
     return {name: term.denominator.sum() for name, term in terms.items()}
 
   def add(index: jax.Array, total: dict[str, jax.Array]) -> dict[str, jax.Array]:

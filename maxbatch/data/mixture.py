@@ -1,7 +1,7 @@
 """The canonical stream: which row of which source each sample is, as a pure function of (seed, sample).
 
 So a run's only position is the number of samples it has consumed: nothing about workers, hosts or
-batch sizes can change what comes next. The sequence of a mixture's sources is exact (data/mixture.py),
+batch sizes can change what comes next. The sequence of a mixture's sources is exact (below),
 and each source has a stream of its own: every row once per epoch, in an order of its own in each
 epoch. Where the weights change, each source goes on where it stands. The rows of all sources are
 numbered one after the other, so that a mixture is a RowSource like any other and only its stream

@@ -280,7 +280,7 @@ def traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
 
 def _traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
   batch = trainer.loss.batch_shapes(rows)
-  denominators = jax.eval_shape(lambda fed: trainer.denominators([fed]), batch)
+  denominators = jax.eval_shape(lambda rows: trainer.denominators([rows]), batch)
   microbatches = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trainer.microbatches(1, denominators)
   )

@@ -150,11 +150,11 @@ def _dispatch(
       _check_rows(job, position, [*wrong, *unknown, error.place])
       raise
 
-  fed: Iterable[Any] = map(rows_of, range(dispatches))
+  batches: Iterable[Any] = map(rows_of, range(dispatches))
   if trainer.needs_denominators:
-    fed = list(fed)
-  of_step = trainer.microbatches(num_microbatches, trainer.denominators(fed))
-  for number, rows in enumerate(fed, 1):
+    batches = list(batches)
+  of_step = trainer.microbatches(num_microbatches, trainer.denominators(batches))
+  for number, rows in enumerate(batches, 1):
     flags = stop_flags(trainer.mesh, number == dispatches and stop.requested)
     inputs = rows, of_step, learning_rate, *(() if flags is None else (flags,))
     state, metrics = step(state, *inputs)
