@@ -138,9 +138,8 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
   _check_options(own)
   if own.completions:
     raise UserError(
-      f"completions={own.completions} apply to reinforcement learning, which num_generations "
-      "turns on; for "
-      "example num_generations=8"
+      f"completions={own.completions} apply to reinforcement learning, which num_generations turns "
+      "on; for example num_generations=8"
     )
   advice, planned = _answer(config, keys, own)
   write_output("--write", file, _written(advice.keys, config, keys, arguments))

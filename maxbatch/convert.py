@@ -86,8 +86,7 @@ def _convert(arguments: Arguments[ConvertArguments]) -> None:
   if sum(map(bool, (own.from_hf, own.to_hf, own.to_peft))) != 1:
     raise UserError(
       "give one of from_hf, to_hf and to_peft, for example from_hf=Qwen/Qwen3-0.6B run_name=qwen, "
-      "or "
-      "to_hf=my_model checkpoint=runs/qwen"
+      "or to_hf=my_model checkpoint=runs/qwen"
     )
   made = _to_run(arguments) if own.from_hf else _to_folder(arguments)
   seconds = time.perf_counter() - began

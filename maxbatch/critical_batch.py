@@ -224,9 +224,8 @@ def _prepare(request: Request) -> Experiment:
     raise shared_error(
       f"critical_batch trains and compares its branches in one process, and {jax.process_count()} "
       "have joined; start it on one host, with skip_jax_distributed_system=true. Where the model "
-      "needs "
-      "more, train each branch on all of them as a run of its own, from a copy of the checkpoint "
-      "(docs/critical_batch.md)"
+      "needs more, train each branch on all of them as a run of its own, from a copy of the "
+      "checkpoint (docs/critical_batch.md)"
     )
   checkpoint = read_checkpoint(request.step_folder)
   config = with_batch_of(request.config, checkpoint.plan, _changed(request), target.layout)

@@ -190,8 +190,7 @@ def _check(own: SampleArguments, rest: Sequence[str]) -> None:
   if own.prompts_file and prompts:
     raise UserError(
       f"{shown(prompts[-1])} and prompts_file={own.prompts_file}: one of them says what texts "
-      "begin "
-      "with; leave out the other"
+      "begin with; leave out the other"
     )
   if own.output:
     check_output("--output", own.output)

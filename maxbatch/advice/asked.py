@@ -163,8 +163,7 @@ def ask(
     if run.total_samples == -1:
       raise UserError(
         "the amount of training data is not given; set total_tokens (or total_samples), for "
-        "example "
-        "total_tokens=140e9"
+        "example total_tokens=140e9"
       )
     tokens = float(int(run.total_samples) * config.batch.max_target_length)
   training = Training(
@@ -200,8 +199,7 @@ def check_scope(config: Config, named: Iterable[str]) -> None:
   if config.pipeline.pipeline_schedule != "none":
     raise UserError(
       f"pipeline_schedule={config.pipeline.pipeline_schedule}: the advice does not cover "
-      "pipelines; "
-      "python -m maxbatch.pipeline does; for example pipeline_schedule=none"
+      "pipelines; python -m maxbatch.pipeline does; for example pipeline_schedule=none"
     )
   if config.model.lora_rank or config.optimizer.trainable:
     raise UserError(

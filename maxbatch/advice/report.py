@@ -255,9 +255,8 @@ def _split(advice: Advice) -> Iterator[str]:
   step = split.step
   yield from wrapped(
     f"{counted(split.num_microbatches, 'microbatch', 'microbatches')} of "
-    f"{advice.sizes.micro_batch:,} samples, "
-    f"{step.step_seconds:.3g} s a step, about {gib_of(step.peak_bytes, step.capacity_bytes)}, "
-    f"limited by {step.limited_by}"
+    f"{advice.sizes.micro_batch:,} samples, {step.step_seconds:.3g} s a step, about "
+    f"{gib_of(step.peak_bytes, step.capacity_bytes)}, limited by {step.limited_by}"
   )
   own = advice.asked.own_batch
   exact = float(own or advice.size.tokens / advice.asked.length)

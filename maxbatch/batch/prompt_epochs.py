@@ -95,9 +95,8 @@ def prompt_epochs(
     around = [*[n for n in near if n < batch_size][-1:], *[n for n in near if n > batch_size][:1]]
     sizes = "".join(f"{assigned(size)}, or " for size in around)
     raise UserError(
-      f"leftover_prompts=error: an epoch of {num_prompts} prompts leaves "
-      f"{counted(rest, 'prompt')} after its last batch of {batch_size}; for example "
-      f"{sizes}num_prompts={num_prompts - rest}, or leftover_prompts=carry, which lets the next "
-      "epoch fill up the batch"
+      f"leftover_prompts=error: an epoch of {num_prompts} prompts leaves {counted(rest, 'prompt')} "
+      f"after its last batch of {batch_size}; for example {sizes}num_prompts={num_prompts - rest}, "
+      "or leftover_prompts=carry, which lets the next epoch fill up the batch"
     )
   return PromptEpochs(num_prompts, batch_size, leftovers)

@@ -129,8 +129,7 @@ class TensorFolder:
     if code not in _DTYPES:
       raise UserError(
         f"{self.folder}: {name} is of type {code}, and what is read is {', '.join(_DTYPES)}; take "
-        "the "
-        "model's folder with the original weights, not quantized"
+        "the model's folder with the original weights, not quantized"
       )
 
     def read(index: Index) -> np.ndarray:

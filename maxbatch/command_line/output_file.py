@@ -47,8 +47,7 @@ def write_output(option: str, file: str, content: bytes) -> None:
     if not file.startswith("/dev/") and path.exists() and not _is_alike(path, content):
       raise UserError(
         f"{option} {file}: the existing file was not written by this command and would be "
-        "overwritten; "
-        f"name another file, for example {option} {path.with_name(f'new-{path.name}')}"
+        f"overwritten; name another file, for example {option} {path.with_name(f'new-{path.name}')}"
       )
     path.write_bytes(content)
   except OSError as error:

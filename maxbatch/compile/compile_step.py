@@ -156,9 +156,8 @@ def _too_large(
   # Who ran out of memory while running does not say how much was missing.
   needed = gib(needed_bytes) if needed_bytes > capacity else "more memory"
   return UserError(
-    f"{size}: {what} {needed} a device, "
-    f"which has {gib(capacity)}; micro_batch_size=auto finds the largest that fits; "
-    f"{memory_suggestions(config)}"
+    f"{size}: {what} {needed} a device, which has {gib(capacity)}; micro_batch_size=auto finds the "
+    f"largest that fits; {memory_suggestions(config)}"
   )
 
 

@@ -102,8 +102,7 @@ def check_replaces_no_other(path: str) -> None:
   if not kind.startswith(_KIND):
     raise UserError(
       f"save_compiled_step={path}: the existing file is not a compiled step and would be "
-      "overwritten; name "
-      f"another file, for example save_compiled_step={path.rstrip('/')}.compiled"
+      f"overwritten; name another file, for example save_compiled_step={path.rstrip('/')}.compiled"
     )
 
 
@@ -122,9 +121,8 @@ def load(path: str, header: Mapping[str, object]) -> dict[int, jax.stages.Compil
     if lines:
       listed = "\n".join(f"  {line}" for line in lines)
       raise UserError(
-        f"compiled_step={path} was compiled for another run:\n{listed}\n"
-        "Set these back, or compile for this run: leave out compiled_step, or replace it by "
-        f"save_compiled_step={path}"
+        f"compiled_step={path} was compiled for another run:\n{listed}\nSet these back, or compile "
+        f"for this run: leave out compiled_step, or replace it by save_compiled_step={path}"
       )
     payloads = {entry["micro_batch"]: _read(opened, entry) for entry in opened.programs}
   return {size: _program(path, payload) for size, payload in payloads.items()}

@@ -246,9 +246,8 @@ def _check(plugin: PlugIn) -> None:
   )
   if not is_frozen or undeclared:
     raise UserError(
-      f"{plugin.given}: its Keys must be a frozen dataclass, each field declared as in "
-      "`top_k: int = key(2, "
-      f"FIXED)`{', which ' + min(undeclared) + ' is not' if undeclared else ''}"
+      f"{plugin.given}: its Keys must be a frozen dataclass, each field declared as in `top_k: int "
+      f"= key(2, FIXED)`{', which ' + min(undeclared) + ' is not' if undeclared else ''}"
     )
   for key, one in declared(cls).items():
     try:

@@ -69,8 +69,7 @@ def whole_folder(given: str, instead: str, folder: Path, num_bytes: int) -> Iter
   if needed > free:
     raise UserError(
       f"{given} needs {needed:,} bytes, and {free:,} are free in {nearest(folder.absolute())}; "
-      "free "
-      "some space, or name a folder on another disk"
+      "free some space, or name a folder on another disk"
     )
   try:
     lock = folder.with_name(f".{folder.name[:_KEPT_OF_NAME]}.lock")
@@ -81,7 +80,6 @@ def whole_folder(given: str, instead: str, folder: Path, num_bytes: int) -> Iter
         yield unfinished
   except OSError as error:
     raise UserError(
-      f"{given}: {error.filename or folder} cannot be written ({error.strerror or error}); "
-      "nothing was "
-      "left there"
+      f"{given}: {error.filename or folder} cannot be written ({error.strerror or error}); nothing "
+      "was left there"
     ) from error

@@ -184,8 +184,7 @@ class FolderReader:
     if left := sorted(self._names.keys() - expected.keys() - ignored):
       raise UserError(
         f"{self._folder}: the tensor {first_of(left, _SHOWN)} would be left over: no parameter of "
-        f"this run uses it; keys such as base_num_decoder_layers must match the folder's "
-        "config.json"
+        "this run uses it; keys such as base_num_decoder_layers must match the folder's config.json"
       )
     for name, (shape, place) in expected.items():
       result = self._tensors[self._names[name]]
@@ -193,15 +192,13 @@ class FolderReader:
       if not jnp.issubdtype(result.dtype, jnp.floating):
         raise UserError(
           f"{self._folder}: the tensor {self._names[name]} is {result.dtype.name}, and parameters "
-          "are "
-          "floating-point numbers; take the folder with the original weights, not quantized"
+          "are floating-point numbers; take the folder with the original weights, not quantized"
         )
       if result.shape != shape:
         raise UserError(
           f"{self._folder}: the tensor {self._names[name]} is {list(result.shape)}, and this run's "
           f"parameters make it {list(shape)} ({', '.join(place.tensor.parameters)}); the keys of "
-          "the "
-          "model must match the folder's config.json"
+          "the model must match the folder's config.json"
         )
 
   def _expected(self) -> Iterator[tuple[str, tuple[Shape, Place]]]:
@@ -228,8 +225,7 @@ def _as_stored(
       if axis == "vocab" and size < vocab_size:
         raise UserError(
           f"vocab_size={size} is less than the {vocab_size} of {folder}; give "
-          f"vocab_size={vocab_size}, "
-          "or more for rows of zeros after them"
+          f"vocab_size={vocab_size}, or more for rows of zeros after them"
         )
       if axis != "layers":
         sizes.append(vocab_size if axis == "vocab" else size)

@@ -76,9 +76,8 @@ def solve(given: GivenSizes, topology: Topology) -> Sizes:
     ]
     raise UserError(
       f"{topology.num_devices} devices × {text(Fraction(sizes.micro_batch, topology.num_devices))} "
-      f"samples × gradient_accumulation_steps={sizes.num_microbatches} are "
-      f"{sizes.batch} samples per step, of which there can be {MOST_SAMPLES:,}; for example "
-      f"{' '.join(smaller)}"
+      f"samples × gradient_accumulation_steps={sizes.num_microbatches} are {sizes.batch} samples "
+      f"per step, of which there can be {MOST_SAMPLES:,}; for example {' '.join(smaller)}"
     )
   return sizes
 

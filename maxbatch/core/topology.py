@@ -114,9 +114,8 @@ def fill(sizes: Mapping[str, int], total: int, what: str) -> dict[str, int]:
   product = math.prod(size for size in sizes.values() if size != -1)
   if total % product or (not open_axes and product != total):
     raise UserError(
-      f"{given}: the product of the axes, {product}, must "
-      f"{'divide' if open_axes else 'equal'} the {total} {what}; "
-      f"for example {_working_example(sizes, total)}"
+      f"{given}: the product of the axes, {product}, must {'divide' if open_axes else 'equal'} the "
+      f"{total} {what}; for example {_working_example(sizes, total)}"
     )
   return {key: total // product if size == -1 else size for key, size in sizes.items()}
 

@@ -155,8 +155,7 @@ class Chat:
     if not (after.startswith(before) and text.startswith(after)):
       raise ValueError(
         f"messages before and after answer {answer} change how it is rendered, so what the "
-        "assistant "
-        "says cannot be found; mark it in the template with {% generation %} and "
+        "assistant says cannot be found; mark it in the template with {% generation %} and "
         "{% endgeneration %}"
       )
     return _Span(len(before), len(after))
@@ -182,8 +181,7 @@ def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
   if data.weights_column:
     raise UserError(
       f"use_chat_template=true weights_column={data.weights_column}: conversations say in "
-      "themselves "
-      "what counts, with \"weight\": 0 in a message; set weights_column='', or "
+      "themselves what counts, with \"weight\": 0 in a message; set weights_column='', or "
       "use_chat_template=false"
     )
   for key, tokenize in (
@@ -193,8 +191,7 @@ def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
     if not tokenize:
       raise UserError(
         f"use_chat_template=true {key}=false: conversations are text, which has to be tokenized; "
-        "set "
-        f"{key}=true, or use_chat_template=false for records of token ids"
+        f"set {key}=true, or use_chat_template=false for records of token ids"
       )
   if not isinstance(tokenizer, HuggingFaceTokenizer):
     raise UserError(

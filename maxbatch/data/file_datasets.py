@@ -146,8 +146,7 @@ def find_text(data: DataConfig) -> Given:
   if data.weights_column:
     raise UserError(
       f"weights_column={data.weights_column}: files of text have no columns; set "
-      "weights_column='', or "
-      "use dataset_type=grain grain_train_files='data/*.parquet'"
+      "weights_column='', or use dataset_type=grain grain_train_files='data/*.parquet'"
     )
   ids = {
     "tokenize_train_data": data.tokenize_train_data,
@@ -240,8 +239,7 @@ def _of_folder(data: DataConfig, folder: str) -> Given:
     raise UserError(
       f"hf_path={data.hf_path}: train_split={data.train_split} hf_eval_split={data.hf_eval_split}: "
       "this folder has no splits but what its files' names say; use train_split=train "
-      "hf_eval_split="
-      "validation, or hf_train_files and hf_eval_files"
+      "hf_eval_split=validation, or hf_train_files and hf_eval_files"
     )
   key = "hf_train_files" if data.hf_train_files else "hf_path"
   files = _within(folder, data.hf_train_files)

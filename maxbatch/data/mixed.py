@@ -124,8 +124,7 @@ def _weighted(files: str, each: str) -> tuple[str, Fraction]:
   if not path or weight < 0:
     raise UserError(
       f"grain_train_files={files}: {each!r} must be a path, a comma and a weight of at least 0; "
-      "for "
-      "example grain_train_files='texts/*.jsonl,0.7;code/*.jsonl,0.3'"
+      "for example grain_train_files='texts/*.jsonl,0.7;code/*.jsonl,0.3'"
     )
   return path.strip(), weight
 
@@ -140,9 +139,8 @@ def _from_file(key: str, path: str) -> Mapping[str, tuple[str, Fraction]]:
     )
   except OSError as error:
     raise UserError(
-      f"{key} cannot be read: {error.strerror or error}; give a JSON file that is on this "
-      "machine, for "
-      f"example {_FILE_EXAMPLE}"
+      f"{key} cannot be read: {error.strerror or error}; give a JSON file that is on this machine, "
+      f"for example {_FILE_EXAMPLE}"
     ) from error
   except (ValueError, RecursionError) as error:
     raise UserError(f"{key} is not JSON ({error}); for example {_FILE_EXAMPLE}") from error
@@ -199,8 +197,7 @@ def _phases(
     if start.denominator > 1 or start <= last:
       raise UserError(
         f"{entry} must begin at a whole sample after {last}, where the weights before it begin; "
-        "for "
-        f"example {plain((Fraction(last + 10_000), *changed))}"
+        f"for example {plain((Fraction(last + 10_000), *changed))}"
       )
     phases.append(MixturePhase(int(start), _whole(entry, names, changed)))
   idle = [name for i, name in enumerate(names) if not any(phase.weights[i] for phase in phases)]

@@ -141,8 +141,7 @@ class TokenCache:
     """Returns the documents that begin in each of the ranges [start, stop) of tokens, one after the
     other.
 
-    Returns:
-      The range int64[D] that each document begins in, and how far from its start int64[D].
+    Returns: The range int64[D] that each document begins in, and how far from its start int64[D].
 
     Raises OSError: a file of the cache is gone or truncated.
     """

@@ -199,8 +199,7 @@ def program_costs(program: HloModule, naming: Naming = OURS) -> Sequence[Operati
   """Returns the operations of a compiled step; those in the loop over microbatches count once.
 
   That loop is the one whose bound is data. A second such loop inside it, and a loop that cannot be
-  read, count as one trip.
-  A conditional counts as its most expensive branch.
+  read, count as one trip. A conditional counts as its most expensive branch.
 
   Args:
     naming: what its names say of the model's parts.

@@ -1,9 +1,8 @@
 """Seconds and bytes of a training step for a model, a slice and a split, in a millisecond: no compiler.
 
-    work = step_work(config)
-    mesh = topology(config.mesh, num_devices)
-    found = step_roofline(work, CHIPS["v5e"], mesh, Fraction(4), num_microbatches=8, remat="full")
-    found.step_seconds, found.utilisation, found.peak_bytes, found.limited_by
+    work = step_work(config) mesh = topology(config.mesh, num_devices) found = step_roofline(work,
+    CHIPS["v5e"], mesh, Fraction(4), num_microbatches=8, remat="full") found.step_seconds,
+    found.utilisation, found.peak_bytes, found.limited_by
 
 Work is counted (step_work.py) and multiplied by rates (step_rates.json, which `scripts/fit_step_rates.py`
 writes from compile reports; each is a property of the chip or of an operation, none of a model), found

@@ -182,8 +182,7 @@ def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
   if (done := _measured(experiment, branch)) is None:
     raise UserError(
       f"{RunFolder(folder).metrics} lacks steps that this branch has made; remove {folder} to "
-      "train "
-      "it again"
+      "train it again"
     )
   return done
 

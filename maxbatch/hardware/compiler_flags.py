@@ -60,8 +60,7 @@ _ASYNC_ALL_GATHER = (
   "xla_tpu_enable_async_collective_fusion=true "
   "xla_tpu_enable_async_collective_fusion_fuse_all_gather=true "
   "xla_tpu_enable_async_collective_fusion_multiple_steps=true "
-  "xla_tpu_overlap_compute_collective_tc=true "
-  "xla_enable_async_all_gather=true"
+  "xla_tpu_overlap_compute_collective_tc=true xla_enable_async_all_gather=true"
 )
 """All-gathers beside products that do not need them. What is published for v5p and v6e has these, too,
 but libtpu 0.0.51 refuses to fuse all-gathers on other chips than v5e: wrong results and hangs."""
@@ -122,15 +121,12 @@ FLAG_SETS: Mapping[str, Mapping[str, FlagSet]] = {
       f"xla_tpu_enable_all_reduce_offload_tracing=true {_SPARSE_CORE} "
       "xla_tpu_enable_all_experimental_scheduler_features=true "
       "xla_tpu_enable_scheduler_memory_pressure_tracking=true "
-      "xla_tpu_host_transfer_overlap_limit=24 "
-      "xla_tpu_aggressive_opt_barrier_removal=ENABLED "
+      "xla_tpu_host_transfer_overlap_limit=24 xla_tpu_aggressive_opt_barrier_removal=ENABLED "
       "xla_lhs_prioritize_async_depth_over_stall=ENABLED "
       "xla_tpu_enable_ag_backward_pipelining=true "
       "xla_should_allow_loop_variant_parameter_in_chain=ENABLED "
-      "xla_should_add_loop_invariant_op_in_chain=ENABLED "
-      "xla_max_concurrent_host_send_recv=100 "
-      "xla_tpu_scheduler_percent_shared_memory_limit=100 "
-      "xla_latency_hiding_scheduler_rerun=2 "
+      "xla_should_add_loop_invariant_op_in_chain=ENABLED xla_max_concurrent_host_send_recv=100 "
+      "xla_tpu_scheduler_percent_shared_memory_limit=100 xla_latency_hiding_scheduler_rerun=2 "
       "xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",
       "AI-Hypercomputer/tpu-recipes, training/trillium/Mistral-7B-MaxText: as above, with its "
       "scheduling for activations on the host",

@@ -161,8 +161,7 @@ _tried_to_join = threading.Event()
 def join(config: Config) -> int:
   """Joins the other processes, if there are any; call it before jax starts a device.
 
-  Returns:
-    The number of processes that keys or variables name; 1 where they name none.
+  Returns: The number of processes that keys or variables name; 1 where they name none.
 
   Raises:
     UserError: the others cannot be reached in time, or there are some and nothing says where.
@@ -202,8 +201,7 @@ def check_joined(num_processes: int, num_simulated_devices: int) -> None:
   if num_processes > 1 and joined == 1:
     raise UserError(
       f"{num_processes} processes were started, and this one is alone, as jax had started before "
-      "it "
-      "could join the others"
+      "it could join the others"
     )
   if num_simulated_devices > 0 and joined != num_processes:
     raise UserError(

@@ -89,10 +89,9 @@ class Rendezvous:
       self.refusal = _said(answer, {"refusal": str})["refusal"]
     except ValueError:
       raise UserError(
-        f"process_id={process}: whatever answers at {address} does not expect this process. "
-        "Either process 0 has started "
-        "with another process of this number; each needs its own. "
-        "Or the address belongs to another program; choose another port"
+        f"process_id={process}: whatever answers at {address} does not expect this process. Either "
+        "process 0 has started with another process of this number; each needs its own. Or the "
+        "address belongs to another program; choose another port"
       ) from None
     if self.refusal:
       raise SaidByAnotherError(self.refusal)
@@ -148,17 +147,15 @@ class Rendezvous:
       return f"process {hello.process} on {hello.host}: {hello.failure}"
     if not 0 < hello.process <= last:
       return (
-        f"process_id={hello.process} on {hello.host}: process 0 has num_processes="
-        f"{self._num_processes}, of which the others are process 1 to process {last}; start all "
-        "with "
-        "the same number of processes"
+        f"process_id={hello.process} on {hello.host}: process 0 has "
+        f"num_processes={self._num_processes}, of which the others are process 1 to process "
+        f"{last}; start all with the same number of processes"
       )
     if hello.process in self._waiting:
       return (
         f"process_id={hello.process}: a process on {self._hosts[hello.process]} and one on "
         f"{hello.host} both have this number; each of the {self._num_processes} processes must "
-        "have "
-        f"its own, 0 to {last}"
+        f"have its own, 0 to {last}"
       )
     return ""
 

@@ -214,10 +214,9 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
   elif num_devices == -1:
     if is_rl(config.rl):
       raise UserError(
-        f"num_devices=-1 is derived from samples per device, and with num_generations="
-        f"{config.rl.num_generations} micro_batch_size counts completions on all devices; for "
-        "example "
-        "num_devices=8"
+        "num_devices=-1 is derived from samples per device, and with "
+        f"num_generations={config.rl.num_generations} micro_batch_size counts completions on all "
+        "devices; for example num_devices=8"
       )
     count, hosts = solve_num_devices(given_sizes(config.batch)), 1
   else:

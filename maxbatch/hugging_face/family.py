@@ -186,8 +186,7 @@ class Family:
       key, value = result
       raise UserError(
         f"{key}={model[key]} cannot be expressed in the config.json of a model of type "
-        f"{self.name}, "
-        f"which computes as {key}={value} does"
+        f"{self.name}, which computes as {key}={value} does"
       )
     return values
 

@@ -102,8 +102,7 @@ def estimated(config: Config, target: Target) -> Need:
   if report.step_seconds is None:
     raise UserError(
       f"compile_topology={config.compile.compile_topology}: nothing is known about the speed of "
-      "these devices; "
-      "give a run's metrics instead, for example run_metrics=runs/mine"
+      "these devices; give a run's metrics instead, for example run_metrics=runs/mine"
     )
   how = f"estimated for {config.compile.compile_topology}"
   return Need(report.plan.global_batch_to_train, report.step_seconds, how)

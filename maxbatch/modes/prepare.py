@@ -78,8 +78,7 @@ def purpose_of(config: Config) -> Purpose:
   if keys.validate_only and keys.compile_only:
     raise UserError(
       "validate_only=true and compile_only=true: only one can be set; validate_only=true takes "
-      "seconds, "
-      "so begin with it"
+      "seconds, so begin with it"
     )
   instead = keys.validate_only or keys.compile_only
   if keys.compile_topology and not instead:
@@ -112,8 +111,7 @@ def check_replaces_nothing(config: Config) -> None:
   if any(record["step"] > 0 for record in each_record(folder.path)):
     raise UserError(
       f"enable_checkpointing=false run_name={folder.path.name}: a run without checkpoints begins "
-      "at "
-      f"step 0, and would replace {folder.metrics.name} and {folder.config.name} of the run in "
+      f"at step 0, and would replace {folder.metrics.name} and {folder.config.name} of the run in "
       f"{folder.path}; choose another name, for example run_name={folder.free_name()}, or go on "
       "with that run: enable_checkpointing=true"
     )

@@ -18,8 +18,7 @@ def group_advantages(rewards_N: np.ndarray, num_generations: int, *, scale: bool
     scale: divide by the group's standard deviation (of G − 1) too; Dr. GRPO (Liu et al. 2025) does
       not, since that weighs prompts by how hard they are.
 
-  Returns:
-    Exactly 0 for a group whose rewards are all equal.
+  Returns: Exactly 0 for a group whose rewards are all equal.
   """
   groups = np.asarray(rewards_N, np.float64).reshape(-1, num_generations)
   advantages = groups - groups.mean(1, keepdims=True)

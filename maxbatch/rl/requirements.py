@@ -65,8 +65,7 @@ def check_rollout_devices(config: RLConfig, num_processes: int) -> None:
   if config.rollout_devices and num_processes > 1:
     raise UserError(
       f"rollout_devices={config.rollout_devices} with num_processes={num_processes}: devices that "
-      "only "
-      "sample work with one process only so far; for example rollout_devices=0"
+      "only sample work with one process only so far; for example rollout_devices=0"
     )
 
 
@@ -84,10 +83,9 @@ def check_prompt_noise(config: NoiseConfig, plan: RLPlan) -> None:
   offer = f"micro_batch_size={sizes[-1]}, or " if sizes else ""
   raise UserError(
     f"gns_from_microbatches=true with num_generations={plan.num_generations} and a microbatch of "
-    f"{plan.micro_batch} completions: the noise scale per prompt is estimated from the "
-    "differences of at least "
-    "two microbatches, or replicas of one, of whole groups, and of the halves of each group, which "
-    f"the devices share alike; for example {offer}gns_from_microbatches=false"
+    f"{plan.micro_batch} completions: the noise scale per prompt is estimated from the differences "
+    "of at least two microbatches, or replicas of one, of whole groups, and of the halves of each "
+    f"group, which the devices share alike; for example {offer}gns_from_microbatches=false"
   )
 
 

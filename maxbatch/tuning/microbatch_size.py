@@ -151,8 +151,7 @@ def explore_sizes(
     config: micro_batch_size is explore, and compile_only is set.
     say: prints a line; called in process 0 only.
 
-  Returns:
-    The configuration with what is recommended, and all that was learnt.
+  Returns: The configuration with what is recommended, and all that was learnt.
 
   Raises:
     UserError: compile_only is not set, or nothing fits.

@@ -18,8 +18,7 @@ def check_columns(key: str, file: SourceFile, schema: Any, column: str, weights:
   if column not in schema.names:
     raise UserError(
       f"{key}: {file.path} has no column {column}, named by train_data_columns or "
-      "eval_data_columns;"
-      f" its columns: {', '.join(schema.names) or 'none'}"
+      f"eval_data_columns; its columns: {', '.join(schema.names) or 'none'}"
     )
   type_ = schema.field(column).type
   kind = type_.value_type if types.is_dictionary(type_) else type_

@@ -56,8 +56,7 @@ def hub_folder(
   except errors.GatedRepoError as error:
     raise UserError(
       f"{nowhere} it is gated: accept its conditions at {hub.constants.ENDPOINT}/{name}, and give "
-      "a "
-      "token of that account in HF_TOKEN, or by `hf auth login`"
+      "a token of that account in HF_TOKEN, or by `hf auth login`"
     ) from error
   except errors.LocalEntryNotFoundError as error:
     cause = " ".join(str(error.__cause__ or error).split())[:200]
@@ -70,8 +69,7 @@ def hub_folder(
     text = " ".join(str(error).split())[:200]
     raise UserError(
       f"{nowhere} it cannot be read ({text}); give a file or folder that is here, or a name such "
-      "as "
-      "meta-llama/Llama-3.1-8B (a private one needs a token in HF_TOKEN)"
+      "as meta-llama/Llama-3.1-8B (a private one needs a token in HF_TOKEN)"
     ) from error
 
 
@@ -121,8 +119,7 @@ def read_vocabulary(data: DataConfig, *names: str) -> VocabularyFile:
   if is_url(data.tokenizer_path):
     raise UserError(
       f"{given}: a vocabulary cannot be read from a URL; copy it to this machine, and give the "
-      "file or "
-      "its folder, for example tokenizer_path=my_tokenizer"
+      "file or its folder, for example tokenizer_path=my_tokenizer"
     )
   path = Path(data.tokenizer_path).expanduser()
   if not os.path.lexists(path) and is_hub_name(data.tokenizer_path):
