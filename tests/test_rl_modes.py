@@ -34,13 +34,12 @@ from maxbatch.rl import tuning
 from maxbatch.rl.method import GRPO
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rollout_program import (
-  PolicyBytes,
   RolloutPlace,
   RolloutProgram,
-  RolloutTime,
   compile_rollout,
   rollout_report,
 )
+from maxbatch.rl.rollout_report import PolicyBytes, RolloutTime
 from maxbatch.rl.sampled import completion_sampler
 from maxbatch.rl.trainer import build_policy_trainer
 from maxbatch.rl.tuning import rl_report_or_refusal

@@ -39,12 +39,8 @@ from maxbatch.rl.prompts import Prompts, PromptStream, epoch_size
 from maxbatch.rl.requirements import check_prompt_noise, check_rl, check_rollout_devices
 from maxbatch.rl.rewards import RewardPool, SharedRewards, check_rewards
 from maxbatch.rl.rollout import RolloutLoader
-from maxbatch.rl.rollout_program import (
-  PolicyBytes,
-  RolloutCompiler,
-  RolloutPlace,
-  traced_rollout,
-)
+from maxbatch.rl.rollout_program import RolloutCompiler, RolloutPlace, traced_rollout
+from maxbatch.rl.rollout_report import PolicyBytes
 from maxbatch.rl.sampled import completion_sampler
 from maxbatch.rl.steps import StepRecords, TrainingClock
 from maxbatch.rl.trainer import policy_loss
