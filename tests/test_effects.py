@@ -339,7 +339,7 @@ EFFECTS = [
 ]  # fmt: skip
 
 READ = """loading_hosts batch_schedule_file grain_worker_count rl_task warm_start_steps reward_functions
-  reward_processes reward_timeout_seconds reward_failure scale_rewards gns_window_steps
+  reward_processes reward_timeout_seconds reward_failure scale_rewards eval_sampling_strategy gns_window_steps
   gns_calibrate_every gns_report_every gns_hold_tokens gns_windows_before_growth gns_dry_run
   coordinator_address num_processes process_id jax_distributed_initialization_timeout
   jax_distributed_heartbeat_timeout_seconds skip_first_n_steps_for_profiler profiler_steps prompt

@@ -16,9 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import vowels
+from initial_states import random_parameters
 from processes import REPOSITORY
 from several_processes import start, wait
 
@@ -27,9 +29,11 @@ from maxbatch.batch.from_config import topology
 from maxbatch.checkpoints.find import completed_steps
 from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.load import load_config
+from maxbatch.data.rows import Rows
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import EXIT_PROCESS_FAILED, UserError
 from maxbatch.hardware.sharding import make_mesh
+from maxbatch.models.layers import hidden_of
 from maxbatch.models.registry import build_model
 from maxbatch.rl import method as mode
 from maxbatch.rl.grpo import LARGEST_GAP, MODEL_METRICS
@@ -242,6 +246,38 @@ def test_the_sampler_s_noise_is_repeated_in_no_microbatch(monkeypatch):
   assert len(keys) == len(set(keys)) == 2 * 2 * 2 * 2 * config.rl.num_generations
 
 
+def test_a_greedy_evaluation_takes_the_likeliest_token_each_time():
+  config = load_config([*KEYS, "decode_sampling_top_k=3"])
+  model = build_model(config.model, config.batch.max_target_length)
+  mesh = make_mesh(topology(config.mesh, 1), jax.devices()[:1])
+  sampler = completion_sampler(config, model, mesh, greedy=True)
+  params = random_parameters(model)
+  prompts = [Prompt(f"f{number}=", {}) for number in range(8)]
+  rollout = sampler(params, prompts, "evaluation", 0, 0).rollout
+  tokens_BP, lengths_B = rollout.prompts_BP, rollout.prompt_lengths_B
+  assert len(tokens_BP) == 8
+  for row_P, length, own_N, count in zip(
+    tokens_BP, lengths_B, rollout.completions_BN, rollout.lengths_B, strict=True
+  ):
+    tokens_1T = jnp.asarray([[*row_P[len(row_P) - length :], *own_N[:count]]])
+    rows = Rows(tokens_1T, tokens_1T, jnp.ones(tokens_1T.shape), jnp.zeros(1, int))
+    bound = model.bind(params)
+    logits_TV = np.array(hidden_of(bound(rows, None))[0] @ bound.output_matrix())
+    logits_TV[:, ~np.asarray(sampler.vocabulary.allowed_V)] = -np.inf
+    assert logits_TV[length - 1 : -1].argmax(1).tolist() == own_N[:count].tolist()
+
+
+@pytest.mark.parametrize(("strategy", "ks"), [("greedy", []), ("both", [1, 2, 4])])
+def test_eval_sampling_strategy_says_which_completions_pass(tmp_path, capsys, strategy, ks):
+  keys = [f"eval_sampling_strategy={strategy}", "eval_interval=1", "steps=1", "eval_samples=3"]
+  assert train_rl.main([*KEYS, *keys, f"base_output_directory={tmp_path}", "run_name=run"]) == 0
+  last = read_metrics(tmp_path / "run")[-1]
+  named = {name.removeprefix("eval/") for name in last if "pass_at" in name}
+  assert named == {"greedy_pass_at_1", *(f"pass_at_{k}" for k in ks)}
+  assert {"eval/greedy_reward", "eval/greedy_truncated"} <= last.keys()
+  assert f"greedy pass@1 {last['eval/greedy_pass_at_1']:.3f}" in capsys.readouterr().out
+
+
 def test_neither_padding_nor_a_beginning_is_ever_sampled():
   """Hazard: PAD that may be sampled, where which tokens count is inferred from it."""
   vocabulary, tokens = run_vocabulary(load_config(KEYS)), ByteTokenizer()
@@ -360,7 +396,7 @@ def test_a_record_has_all_that_is_documented_and_the_times_of_its_own_step(tmp_p
   """Of two steps on each batch, the first of which measures the noise of the gradient per prompt."""
   keys = ["run_name=run", "gns_from_microbatches=true", "ici_fsdp_parallelism=4", "steps=4"]
   keys += ["ici_data_parallelism=2", "micro_batch_size=16", "num_iterations=2", "grpo_beta=0.1"]
-  run(tmp_path, *keys, "eval_interval=2", "eval_samples=3")
+  run(tmp_path, *keys, "eval_interval=2", "eval_samples=3", "eval_sampling_strategy=both")
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
   _, *records = map(json.loads, lines)
   named = documented("What is measured?")

@@ -61,14 +61,16 @@ class Evaluated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluation:
-  """Samples num_generations completions of each prompt, by random keys that are always the same."""
+  """Samples completions of each prompt, by random keys that are always the same."""
 
   prompts: Sequence[Prompt]
   sampler: CompletionSampler
   rewards: SharedRewards
-  prompts_at_once: int
-  """As in the rollout, whose program this shares."""
+  completions_at_once: int
+  """As in the rollout, whose program this shares unless it is greedy."""
   feed_watchdog: Callable[[], None]
+  prefix: str = "eval/"
+  """Of the metrics' names."""
 
   def __call__(self, params: Parameters) -> Evaluated:
     """Measures pass@k for k = 1, 2, 4, … and the mean reward; nothing without prompts.
@@ -77,13 +79,13 @@ class Evaluation:
       UserError: a reward function fails, and reward_failure=stop.
     """
     rewards, examples, ended = [], [], []
-    starts = range(0, len(self.prompts), self.prompts_at_once)
-    for first in starts:
-      some = list(self.prompts[first : first + self.prompts_at_once])
+    size = self.sampler.num_generations
+    at_once = self.completions_at_once // size
+    for first in range(0, len(self.prompts), at_once):
+      some = list(self.prompts[first : first + at_once])
       # As many each time, so that all share a program.
-      filled = [*some, *[some[-1]] * (self.prompts_at_once - len(some))]
+      filled = [*some, *[some[-1]] * (at_once - len(some))]
       sampled = self.sampler(params, filled, "evaluation", 0, first)
-      size = self.sampler.num_generations
       own = sampled._replace(texts=sampled.texts[: len(some) * size])
       result = scored(self.rewards, some, own, first).rewards_N.reshape(-1, size)
       self.feed_watchdog()
@@ -95,16 +97,17 @@ class Evaluation:
       ]
     if not rewards:
       return Evaluated({}, [])
-    return Evaluated(_record(np.concatenate(rewards), np.concatenate(ended)), examples[:_EXAMPLES])
+    record = _record(np.concatenate(rewards), np.concatenate(ended), self.prefix)
+    return Evaluated(record, examples[:_EXAMPLES])
 
 
-def _record(rewards_QG: np.ndarray, ended_N: np.ndarray) -> Record:
+def _record(rewards_QG: np.ndarray, ended_N: np.ndarray, prefix: str) -> Record:
   """Returns the metrics of Q prompts with G completions each."""
   generations = rewards_QG.shape[1]
   right = (rewards_QG >= _RIGHT).sum(1).tolist()
   doubled = itertools.takewhile(lambda k: k <= generations, (2**power for power in range(32)))
-  of_k = {f"eval/pass_at_{k}": pass_at_k(right, generations, k) for k in doubled}
+  of_k = {f"{prefix}pass_at_{k}": pass_at_k(right, generations, k) for k in doubled}
   return of_k | {
-    "eval/reward": float(rewards_QG.mean()),
-    "eval/truncated": float((~ended_N).mean()),
+    f"{prefix}reward": float(rewards_QG.mean()),
+    f"{prefix}truncated": float((~ended_N).mean()),
   }

@@ -164,9 +164,13 @@ class PolicyTraining:
 
     with RewardPool(config.rl) as pool, clock:
       rewards = SharedRewards(pool)
-      evaluation = Evaluation(
-        self.prompts.validation, sampler, rewards, plan.prompts_per_microbatch, feed_watchdog
-      )
+      greedy = completion_sampler(config, trainer.model, mesh, greedy=True)
+      ways = {"standard": (sampler, "eval/"), "greedy": (greedy, "eval/greedy_")}
+      evaluations = [
+        Evaluation(self.prompts.validation, way, rewards, plan.micro_batch, feed_watchdog, prefix)
+        for strategy, (way, prefix) in ways.items()
+        if config.rl.eval_sampling_strategy in (strategy, "both")
+      ]
 
       def open_rollouts(_: BatchPlan, position: Position) -> RolloutLoader:
         # Devices of their own sample from the dispatch on, whatever others still train on.
@@ -178,7 +182,7 @@ class PolicyTraining:
         )
 
       hooks = RolloutHooks(
-        plan, policies, records, clock, evaluation, move, RunFolder.of(config.run)
+        plan, policies, records, clock, evaluations, move, RunFolder.of(config.run)
       )
       yield dataclasses.replace(job, train_rows=open_rollouts, hooks=hooks)
 
@@ -191,7 +195,7 @@ class RolloutHooks(Hooks):
   kept: Policies
   records: StepRecords
   clock: TrainingClock
-  evaluation: Evaluation
+  evaluations: Sequence[Evaluation]
   move: Move | None
   folder: RunFolder
   waits = True
@@ -212,9 +216,10 @@ class RolloutHooks(Hooks):
 
   def evaluate(self, params: Parameters) -> Record:
     """Evaluates by sampling, and keeps what a run first and last wrote."""
-    result = self.evaluation(self.move(params) if self.move else params)
-    self._keep(result.examples)
-    return result.record
+    own = self.move(params) if self.move else params
+    results = [each(own) for each in self.evaluations]
+    self._keep(results[0].examples)
+    return {name: value for each in results for name, value in each.record.items()}
 
   def policies(self, position: Position) -> Sequence[Parameters]:
     """Returns the policies without which the run cannot go on."""

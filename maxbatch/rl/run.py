@@ -1,6 +1,7 @@
 """One run of reinforcement learning: a warm start, then training on what the policy itself has sampled."""
 
 import dataclasses
+import re
 
 import jax
 
@@ -63,7 +64,7 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-_PASS_AT = "eval/pass_at_"
+_PASS_AT = re.compile(r"eval/(greedy_)?pass_at_(\d+)")
 
 
 def sum_up_rl(folder: RunFolder) -> None:
@@ -74,13 +75,13 @@ def sum_up_rl(folder: RunFolder) -> None:
     if path.exists():
       print(f"\n--- {word} training\n{path.read_text().rstrip()}")
   records = list(each_record(folder.path))
-  evaluated = [record for record in records if f"{_PASS_AT}1" in record]
+  evaluated = [record for record in records if any(map(_PASS_AT.fullmatch, record))]
   if len(evaluated) < 2 or evaluated[0] is not records[0]:
     return
   first, last = evaluated[0], evaluated[-1]
   shown = ", ".join(
-    f"pass@{name.removeprefix(_PASS_AT)} {first[name]:.3f} → {last[name]:.3f}"
-    for name in last
-    if name.startswith(_PASS_AT)
+    f"{'greedy ' if of[1] else ''}pass@{of[2]} {first[of[0]]:.3f} → {last[of[0]]:.3f}"
+    for of in map(_PASS_AT.fullmatch, last)
+    if of and of[0] in first
   )
   print(f"\n{shown}", flush=True)

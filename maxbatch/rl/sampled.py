@@ -18,7 +18,7 @@ from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.rl.completions import Rollout
 from maxbatch.rl.prompts import Prompt
-from maxbatch.sampling.choice import Vocabulary
+from maxbatch.sampling.choice import Choice, Vocabulary
 from maxbatch.sampling.requests import PromptEncoder
 from maxbatch.sampling.sampler import Prompts, Sampler, sample
 from maxbatch.sampling.text import choice_of, text_after, vocabulary_of
@@ -123,28 +123,34 @@ def run_vocabulary(config: Config) -> Vocabulary:
   return vocabulary_of(tokenizer, config.model.vocab_size, ends)
 
 
-def rollout_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> Sampler:
+def rollout_sampler(
+  config: Config, model: Model, mesh: jax.sharding.Mesh, *, greedy: bool = False
+) -> Sampler:
   """Returns what samples in a run of reinforcement learning, by the policy `model` over a mesh."""
-  length, choice = config.batch.max_target_length, choice_of(config.run)
+  length = config.batch.max_target_length
+  choice = Choice(temperature=0.0) if greedy else choice_of(config.run)
   new_tokens = length - config.rl.max_prefill_predict_length
   return Sampler(model, choice, new_tokens, length, mesh, choice.leaves_out)
 
 
-def completion_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> CompletionSampler:
+def completion_sampler(
+  config: Config, model: Model, mesh: jax.sharding.Mesh, *, greedy: bool = False
+) -> CompletionSampler:
   """Makes the sampler of a run of reinforcement learning.
 
   Args:
     config: the run.
     model: its policy.
     mesh: over which the parameters lie.
+    greedy: whether it takes the likeliest token each time; then one completion of each prompt is all.
   """
   tokenizer = build_tokenizer(config.data)
   return CompletionSampler(
-    sampler=rollout_sampler(config, model, mesh),
+    sampler=rollout_sampler(config, model, mesh, greedy=greedy),
     vocabulary=run_vocabulary(config),
     encode=PromptEncoder(config.data, tokenizer),
     tokenizer=tokenizer,
     seed=config.model.init_weights_seed,
-    num_generations=config.rl.num_generations,
+    num_generations=1 if greedy else config.rl.num_generations,
     max_prompt_length=config.rl.max_prefill_predict_length,
   )

@@ -122,7 +122,12 @@ def _terminal_bar(**shown: Any) -> tqdm.tqdm | None:
   return tqdm.tqdm(file=sys.stdout, ncols=size.columns, nrows=size.lines, **shown)
 
 
-_SHOWN = {"rl/reward": "reward", "eval/loss": "eval", "eval/pass_at_1": "pass@1"}
+_SHOWN = {
+  "rl/reward": "reward",
+  "eval/loss": "eval",
+  "eval/pass_at_1": "pass@1",
+  "eval/greedy_pass_at_1": "greedy pass@1",
+}
 """What is shown beside the loss, where it is known."""
 
 

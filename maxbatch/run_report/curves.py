@@ -57,7 +57,7 @@ class _Drawing:
     losses += self._lines(validation, first=1, style="both")
     yield Panel("loss (nats per token)", losses)
     rewards = {"rl/reward": "reward"} | {
-      name: name.removeprefix("eval/") for name in names if name.startswith("eval/pass_at_")
+      name: name.removeprefix("eval/") for name in names if "pass_at_" in name
     }
     yield Panel("reward, and how often completions are right", self._lines(rewards, style="both"))
     yield Panel("batch (samples per step)", self._lines({_BATCH: "batch"}, style="steps"), low=0)

@@ -41,6 +41,7 @@ def glance(run: RunHistory) -> list[tuple[str, str]]:
   for key, name in (
     ("eval/loss", "validation loss"),
     ("eval/pass_at_1", "pass@1"),
+    ("eval/greedy_pass_at_1", "greedy pass@1"),
     ("rl/reward", "reward"),
   ):
     if key in last:

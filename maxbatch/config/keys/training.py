@@ -149,6 +149,10 @@ class RLConfig(Section, heading="reinforcement learning"):
   leftover_prompts: Literal["carry", "drop", "error"] = key("carry", FIXED, RL, FINITE_PROMPTS)
   """Prompts at the end of an epoch that do not fill a batch: carry (into the next epoch), drop
   (counted in the metrics) or error."""
+  # The evaluations; MaxText's name, whose standard is a distribution of its own.
+  eval_sampling_strategy: Literal["standard", "greedy", "both"] = key("standard", CHANGEABLE, RL)
+  """Evaluations of pass@k: standard (num_generations completions of a prompt, sampled as in training),
+  greedy (one, of the likeliest tokens: pass@1) or both."""
   # The rewards.
   reward_functions: tuple[Name, ...] = key((), CHANGEABLE, RL)
   """Functions that reward completions, summed: module:function of your own, exact or gsm8k (with
