@@ -250,6 +250,33 @@ def test_auto_takes_the_largest_microbatch_with_which_both_programs_fit(
     resolved(of("micro_batch_size=auto", "device_memory_gb=0.0000001"), target)
 
 
+@pytest.mark.parametrize(
+  ("given", "smaller"),
+  [
+    ("micro_batch_size=16", "micro_batch_size=8"),
+    ("per_device_batch_size=2", "per_device_batch_size=1"),
+    ("gradient_accumulation_steps=1", "gradient_accumulation_steps=2"),
+    ("micro_batch_size=none", "micro_batch_size=8"),
+  ],
+)
+def test_a_given_microbatch_is_held_to_device_memory_gb_with_its_rollout(
+  report, tmp_path, monkeypatch, capsys, given, smaller
+):
+  large = report(16)
+  limit = large.peak - 2
+  assert large.program.memory.peak < limit, "the step alone would fit"
+  keys = [f"base_output_directory={tmp_path}", f"device_memory_gb={(limit + 0.5) / 2**30}"]
+  size = [] if given.startswith("micro") else ["micro_batch_size=-1"]
+  assert train_rl.main([*KEYS, *keys, *size, given, "warm_start_steps=2"]) == 2
+  said = capsys.readouterr().err
+  assert f"{given.replace('none', '16')}: with microbatches of 16 completions step and" in said
+  assert f"need {large.peak:,} bytes a device, and device_memory_gb=" in said
+  assert f"; the nearest that fits is {smaller}\n" in said
+  assert not list(tmp_path.rglob("checkpoints")), "nothing was trained"
+  with pytest.raises(UserError, match="no smaller one fits; what helps"):
+    resolved(of("micro_batch_size=8", f"device_memory_gb={1 / 2**30}"), find_devices(of()))
+
+
 def test_what_is_timed_is_not_skipped():
   """As completions are whose rewards are all alike."""
   config = of("steps=1")

@@ -44,7 +44,7 @@ from maxbatch.rl.rollout_report import PolicyBytes
 from maxbatch.rl.sampled import completion_sampler
 from maxbatch.rl.steps import StepRecords, TrainingClock
 from maxbatch.rl.trainer import policy_loss
-from maxbatch.rl.tuning import RLProber, choose_rl
+from maxbatch.rl.tuning import RLProber, check_given_size, choose_rl
 from maxbatch.run_folder.metrics import Record
 from maxbatch.run_folder.paths import RunFolder, remembered_choices
 from maxbatch.training.job import Hooks, Job
@@ -259,6 +259,8 @@ class GRPOMethod:
       check_explored(config)
       config, notes = _with_smallest_size(config, target.layout)
     else:
+      if purpose is Purpose.RUN:
+        check_given_size(config, target)
       prober = RLProber(config, target)
       config = choose_rl(config, target, prober, remembered_choices(), retune=retune)
     plan = plan_rl(config, target.layout)
