@@ -1,7 +1,7 @@
 """Measures how fast maxbatch trains, as ratios of programs that run side by side.
 
   python scripts/benchmark.py [--devices 1 8] [--accumulation 1 4] [--rounds 5] [--peer COMMAND]
-    [--cache FOLDER]
+    [--cache FOLDER] [--tables inside noise runs]
 
 Inside one process, in turn (so that a slow period of the machine affects all of them):
   step / plain   the compiled step against scripts/plain_step.py, the same model in plain JAX
@@ -374,7 +374,8 @@ def main() -> None:
   parser.add_argument("--peer", help="the peer's shell command")
   parser.add_argument("--scan", action="store_true", help="scan over layers, for all of ours")
   parser.add_argument("--cache", default="", help="where both keep compiled programs; else nowhere")
-  parser.add_argument("--skip-inside", action="store_true")
+  names = ("inside", "noise", "runs")
+  parser.add_argument("--tables", nargs="+", choices=names, default=names, help="of these alone")
   parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
   parser.add_argument("--noise", type=int, help=argparse.SUPPRESS)
   options = parser.parse_args()
@@ -384,10 +385,11 @@ def main() -> None:
   if options.noise:
     print(json.dumps(noise(options.noise, options.rounds, options.scan)))
     return
-  if not options.skip_inside:
-    table("inside", options)
-    table("noise", options)
-  peer_table(options)
+  for name in options.tables:
+    if name == "runs":
+      peer_table(options)
+    else:
+      table(name, options)
 
 
 def table(kind: str, options: argparse.Namespace) -> None:

@@ -115,18 +115,31 @@ def compile_cases() -> None:
     prepare_only(load_config(keys))
 
 
-def read(paths: Sequence[str]) -> None:
+def read(paths: Sequence[str], chosen: bool = False) -> None:
   """Puts the steps of reports into the table, where a step replaces its like; without any, makes the
-  table anew from what `compile` has made."""
+  table anew from what `compile` has made. Those that were chosen by their estimates stay apart."""
   keys = tuple(path for path in paths if re.fullmatch(r"\w+=\w+", path))
   files = [pathlib.Path(path) for path in paths if path not in keys]
-  result = {step.name: step for step in compiled_steps()} if paths else {}
+  result = {step.name: step for step in compiled_steps() if paths or step.chosen}
   for file in files or sorted(OUT.glob("*/compile_report.txt")):
     text = file.read_text()
     steps = read_report(text, work_of(*named(text), keys))
-    result |= {one.name: one for one in (dataclasses.replace(step, keys=keys) for step in steps)}
+    result |= {
+      one.name: one
+      for one in (dataclasses.replace(step, keys=keys, chosen=chosen) for step in steps)
+    }
   rows = [json.dumps(dataclasses.asdict(result[name])) for name in sorted(result)]
   FILE.write_text("[\n" + ",\n".join(f"  {row}" for row in rows) + "\n]\n")
+
+
+def fit_steps() -> list[CompiledStep]:
+  """Returns the steps from which the rates are."""
+  return [step for step in compiled_steps() if not step.chosen]
+
+
+def chosen_steps() -> list[CompiledStep]:
+  """Returns the steps that were compiled since their estimates were the fastest."""
+  return [step for step in compiled_steps() if step.chosen]
 
 
 @functools.cache
@@ -297,7 +310,7 @@ def table() -> Iterator[str]:
   all other models give."""
   yield "| step | estimate | compiled | ratio | without the model | peak, estimate | compiled | ratio | without |"
   yield "|---|---|---|---|---|---|---|---|---|"
-  every = compiled_steps()
+  every = fit_steps()
   for step, fresh in zip(every, predicted(every), strict=True):
     time, peak = ratios(step, step_rates())
     without = [f"{x:.2f}" for x in fresh] if fresh else ["", ""]
@@ -310,7 +323,7 @@ def table() -> Iterator[str]:
 
 def fit() -> None:
   """Writes the rates."""
-  steps = compiled_steps()
+  steps = fit_steps()
   known = [each for each in predicted(steps) if each]
   errors = [[math.log(x) for x in each] for each in zip(*known, strict=True)]
   spread = [float(f"{math.sqrt(np.mean(np.square(each))):.2g}") for each in errors]

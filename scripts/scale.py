@@ -240,7 +240,6 @@ def _peak_bytes(work: Callable[[], object]) -> int:
 
 def main() -> None:
   """Prints the table."""
-  print(f"small: {SMALL}\nlarge: {LARGE}\n")
   print("| work | small, s | large, s | large, MB | calls, large / small |")
   print("|---|---|---|---|---|")
   for name, work in WORKS.items():

@@ -21,7 +21,7 @@ from maxbatch.estimate.step_roofline import StepRoofline, step_rates, step_roofl
 from maxbatch.estimate.step_work import RematPolicy, StepWork, microbatch_work, step_work
 from maxbatch.training.tiles import keeps_gradients, num_tiles
 from scripts.effective_batch import effective_batch
-from scripts.fit_step_rates import predicted, work_of_step
+from scripts.fit_step_rates import chosen_steps, fit_steps, predicted, work_of_step
 
 # What a user has compiled comes before estimates.
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -115,6 +115,23 @@ def test_the_smallest_efficient_batch_is_nearly_as_fast():
   assert effective_batch(LLAMA, V5E, 1) is None
 
 
+def test_the_best_of_many_estimates_counts_as_much_as_such_steps_took():
+  work = work_of("smollm-135m")
+  plain, biased = (effective_batch(work, V5E, 16, bias=bias) for bias in (1.0, 0.9))
+  assert plain is not None
+  assert biased is not None
+  assert biased.fastest.step.how == plain.fastest.step.how == "estimated"
+  assert biased.fastest.step.utilisation == pytest.approx(0.9 * plain.fastest.step.utilisation)
+  # What was compiled is as fast as it was, beside estimates that are held to what such steps took.
+  (chosen,) = (one for one in chosen_steps() if one.name.startswith("gpt2-small, 16 × v5e"))
+  work = work_of("gpt2-small", f"max_target_length={chosen.length}", "precision=bfloat16")
+  result = effective_batch(work, V5E, 16, bias=0.9)
+  assert result is not None
+  assert result.fastest.step.how == "compiled"
+  assert result.fastest.step.microbatch_seconds == pytest.approx(chosen.microbatch_seconds)
+  assert chosen not in fit_steps()
+
+
 def test_a_batch_that_does_not_divide_names_those_that_do():
   assert divisible_batches(LLAMA, 256, 1001) == [992, 1024]
   with pytest.raises(UserError, match="nearest: batch_size=992 or 1024"):
@@ -151,7 +168,7 @@ def test_a_compiled_step_is_given_rather_than_estimated():
 
 def test_a_step_is_estimated_from_the_steps_of_other_models():
   # The rates that a run uses are fitted to all of them, and would be near these however poor the model.
-  steps = compiled_steps()
+  steps = fit_steps()
   fresh = {one.name: each for one, each in zip(steps, predicted(steps), strict=True) if each}
   assert len(fresh) > 0.8 * len(steps)
   for name, (seconds, peak) in fresh.items():

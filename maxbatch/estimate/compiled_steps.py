@@ -77,6 +77,9 @@ class CompiledStep:
   peak_bytes: int
   keys: Sequence[str] = ()
   """Keys of the configuration that differ from the shipped one: `dropout_rate=0`."""
+  chosen: bool = False
+  """Compiled since its estimate was the fastest of all, and in no fit of the rates: what such steps take says
+  by how much the best of many estimates errs in its favour."""
 
   @property
   def name(self) -> str:
