@@ -1,22 +1,32 @@
-"""Figures in pages: which commands made them, at which commit, and which are older than their sources.
+"""Figures in pages: which commands made them, when, of which commit, and which are older than their sources.
 
     python scripts/refresh_docs.py                    # lists blocks that are older than what they depend on
     python scripts/refresh_docs.py docs/compile.md    # makes a page's blocks anew, those that take minutes too
     python scripts/refresh_docs.py all                # makes all blocks anew that take seconds
+    python scripts/refresh_docs.py quiet              # … and those that need a quiet machine, for minutes
 
-A block of a page stands between two comments, and is what a command prints:
+A block of a page stands between two comments, and is what a command prints, or what somebody wrote down of
+that; its last line says to readers what the comment says:
 
     <!-- made by: scripts/effective_microbatches.py; from: maxbatch/estimate configs/models; takes: seconds;
-    at 0123abc -->
+    at 0123abc on 2026-11-22 -->
     …
+    *From `scripts/effective_microbatches.py`, at 0123abc on 2026-11-22.*
+
     <!-- end of made -->
 
-`from` are the files and folders that the figures depend on: a commit after `at` that changes one of them
-makes the block old. With `takes: seconds` or `minutes` the command makes the block here; with anything else,
-such as another machine or a quiet one, it is only listed.
+`from` are the files and folders that the figures depend on, and `at` the newest commit that had changed one of
+them: a later one that does makes the block old. With `takes: seconds` or `minutes` the command makes the block
+here, with `quiet minutes` where that is asked for; with anything else, such as another machine, it is only
+listed.
+
+A table of figures outside of blocks says above itself where they are from:
+
+    <!-- figures: the papers that are named -->
 """
 
 import dataclasses
+import datetime
 import pathlib
 import re
 import shlex
@@ -26,11 +36,18 @@ from collections.abc import Iterator, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = re.compile(
-  r"<!-- made by: (?P<command>[^;]+); from: (?P<sources>[^;]+); takes: (?P<takes>[^;]+);\s+at (?P<commit>\w+) -->\n"
-  r".*?<!-- end of made -->",
+  r"<!-- made by: (?P<command>[^;]+); from: (?P<sources>[^;]+); takes: (?P<takes>[^;]+);\s+"
+  r"at (?P<commit>\w+) on (?P<date>\d{4}-\d\d-\d\d) -->\n(?P<content>.*?)<!-- end of made -->",
   re.DOTALL,
 )
-QUICK, SLOW = "seconds", "minutes"
+QUICK, SLOW, QUIET = "seconds", "minutes", "quiet minutes"
+ALL = {"all": (QUICK,), "quiet": (QUIET,)}
+SOURCE = re.compile(r"<!-- figures: [^>]+ -->")
+TABLE = re.compile(r"^\|.*\n\|[-| :]+\|\n((?:\|.*\n?)+)", re.MULTILINE)
+FIGURE = re.compile(
+  r"\W*\d[\d,.]*\s?(s|ms|µs|[KMGT]i?B|%|tokens/s)(?!\w).*|\W*\d*\.\d+(?![\d.\w]).*"
+)
+"""A cell of a table that somebody must have measured or computed: with a unit, or with decimals."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +59,25 @@ class Block:
   sources: Sequence[str]
   takes: str
   commit: str
+  date: str
+  content: str
   place: tuple[int, int]
   """Of the whole block in the page's text."""
 
-  def header(self, commit: str) -> str:
+  def header(self) -> str:
     """Returns the comment in front of the content."""
     return (
       f"<!-- made by: {shlex.join(self.command)}; from: {' '.join(self.sources)}; "
-      f"takes: {self.takes}; at {commit} -->\n"
+      f"takes: {self.takes}; at {self.commit} on {self.date} -->\n"
     )
 
+  def footer(self) -> str:
+    """Returns the line below the content, for readers of the page."""
+    return f"*From `{shlex.join(self.command)}`, at {self.commit} on {self.date}.*"
+
   def __str__(self) -> str:
-    return f"{self.page}: {shlex.join(self.command)} (takes: {self.takes}, made at {self.commit})"
+    made = f"made at {self.commit} on {self.date}"
+    return f"{self.page}: {shlex.join(self.command)} (takes: {self.takes}, {made})"
 
 
 def pages(root: pathlib.Path) -> list[pathlib.Path]:
@@ -76,7 +100,8 @@ def blocks(root: pathlib.Path, page: pathlib.Path) -> list[Block]:
 
 def _block(page: pathlib.Path, match: re.Match[str]) -> Block:
   words = shlex.split(match["command"].replace("\\\n", " "))
-  return Block(page, words, match["sources"].split(), match["takes"], match["commit"], match.span())
+  what = (match["takes"], match["commit"], match["date"], match["content"])
+  return Block(page, words, match["sources"].split(), *what, match.span())
 
 
 def changes(root: pathlib.Path, block: Block) -> list[str]:
@@ -101,8 +126,6 @@ def made(root: pathlib.Path, block: Block) -> str:
 
 def refresh(root: pathlib.Path, page: pathlib.Path, takes: Sequence[str]) -> Iterator[str]:
   """Makes anew the blocks of a page that take no longer than wanted; yields a line for each block."""
-  head = ["git", "rev-parse", "--short", "HEAD"]
-  commit = subprocess.run(head, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
   # From the last to the first: places of those before stay.
   for block in reversed(blocks(root, page)):
     if block.takes not in takes:
@@ -110,12 +133,16 @@ def refresh(root: pathlib.Path, page: pathlib.Path, takes: Sequence[str]) -> Ite
       continue
     if _is_changed(root, block.sources):
       raise SystemExit(f"{block}: commit the changes to what it depends on first")
-    content = made(root, block)
+    git = ["git", "log", "-1", "--format=%h", "--", *block.sources]
+    commit = subprocess.run(git, cwd=root, capture_output=True, text=True, check=True).stdout
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    new = dataclasses.replace(block, commit=commit.strip(), date=today)
+    content = made(root, block).strip("\n")
     text, (begin, end) = page.read_text(encoding="utf-8"), block.place
     # Blank lines around: a table that touches a comment is none to some readers of Markdown.
-    whole = f"{block.header(commit)}\n{content.strip(chr(10))}\n\n<!-- end of made -->"
+    whole = f"{new.header()}\n{content}\n\n{new.footer()}\n\n<!-- end of made -->"
     page.write_text(text[:begin] + whole + text[end:], encoding="utf-8")
-    yield f"made: {dataclasses.replace(block, commit=commit)}"
+    yield f"made: {new}"
 
 
 def _is_changed(root: pathlib.Path, sources: Sequence[str]) -> bool:
@@ -131,6 +158,19 @@ def listed(root: pathlib.Path) -> Iterator[str]:
         yield f"{block}: {since[0]}" + (f", and {len(since) - 1} before" if since[1:] else "")
 
 
+def unknown(root: pathlib.Path, page: pathlib.Path) -> Iterator[str]:
+  """Yields the place of each table of figures that is in no block and names no source."""
+  text = page.read_text(encoding="utf-8")
+  made_places = [block.place for block in blocks(root, page)]
+  for table in TABLE.finditer(text):
+    cells = [cell.strip() for cell in table[1].replace("\n", "|").split("|")]
+    above = text[: table.start()].rstrip().rpartition("\n")[2]
+    is_made = any(begin < table.start() < end for begin, end in made_places)
+    if any(map(FIGURE.fullmatch, cells)) and not is_made and not SOURCE.fullmatch(above):
+      line = text.count("\n", 0, table.start()) + 1
+      yield f"{page.relative_to(root)}:{line}: {table[0].partition(chr(10))[0]}"
+
+
 def main(arguments: Sequence[str], root: pathlib.Path = ROOT) -> int:
   """Lists what is old, or makes anew what is named."""
   if not arguments:
@@ -138,10 +178,10 @@ def main(arguments: Sequence[str], root: pathlib.Path = ROOT) -> int:
     print(*lines, sep="\n", end="\n" if lines else "")
     print(f"{len(lines)} blocks of figures in pages are older than what they depend on")
     return 0
-  is_all = list(arguments) == ["all"]
-  named = pages(root) if is_all else [(root / name).resolve() for name in arguments]
+  takes = ALL.get(arguments[0], (QUICK, SLOW))
+  named = pages(root) if arguments[0] in ALL else [(root / name).resolve() for name in arguments]
   for page in named:
-    for line in refresh(root, page, (QUICK,) if is_all else (QUICK, SLOW)):
+    for line in refresh(root, page, takes):
       print(line, flush=True)
   return 0
 

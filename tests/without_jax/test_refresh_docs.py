@@ -1,5 +1,6 @@
 """Blocks of figures in pages: made by their commands, and listed once their sources have changed."""
 
+import datetime
 import importlib
 import pathlib
 import subprocess
@@ -15,7 +16,7 @@ refresh_docs = importlib.import_module("refresh_docs")
 PAGE = """Before.
 
 <!-- made by: scripts/figures.py 3; from: source data; takes: {takes};
-at {commit} -->
+at {commit} on 2026-01-02 -->
 old
 <!-- end of made -->
 
@@ -69,7 +70,10 @@ def test_a_block_is_made_anew_with_its_commit(root, capsys, name):
   newest = commit(root)
   assert refresh_docs.main([name], root) == 0
   page = (root / "docs" / "page.md").read_text()
-  assert f"at {newest} -->\n\n| figure | 2 3\n\n<!-- end of made -->" in page
+  today = datetime.datetime.now(datetime.UTC).date()
+  made = f"at {newest} on {today}"
+  line = f"*From `scripts/figures.py 3`, {made}.*"
+  assert f"{made} -->\n\n| figure | 2 3\n\n{line}\n\n<!-- end of made -->" in page
   assert page.startswith("Before.\n\n<!-- made by: scripts/figures.py 3; from: source data; takes")
   assert page.endswith("<!-- end of made -->\n\nAfter.\n")
   capsys.readouterr()
@@ -77,7 +81,27 @@ def test_a_block_is_made_anew_with_its_commit(root, capsys, name):
   assert capsys.readouterr().out.startswith("0 blocks")
 
 
-@pytest.mark.parametrize("takes", ["a day on a quiet machine", "minutes"])
+def test_a_block_carries_the_newest_commit_of_what_it_depends_on(root):
+  (root / "source").write_text("2")
+  newest = commit(root)
+  (root / "docs" / "other.md").write_text("no figures")
+  commit(root)
+  assert refresh_docs.main(["all"], root) == 0
+  assert f"at {newest} on " in (root / "docs" / "page.md").read_text()
+
+
+def test_quiet_makes_what_needs_a_quiet_machine_alone(root, capsys):
+  page = root / "docs" / "page.md"
+  before = page.read_text()
+  assert refresh_docs.main(["quiet"], root) == 0
+  assert page.read_text() == before
+  page.write_text(before.replace("takes: seconds", "takes: quiet minutes"))
+  assert refresh_docs.main(["quiet"], root) == 0
+  assert "| figure | 1 3" in page.read_text()
+  capsys.readouterr()
+
+
+@pytest.mark.parametrize("takes", ["a day on a quiet machine", "minutes", "quiet minutes"])
 def test_all_makes_only_what_takes_seconds(root, capsys, takes):
   page = root / "docs" / "page.md"
   page.write_text(page.read_text().replace("takes: seconds", f"takes: {takes}"))
@@ -108,7 +132,46 @@ def test_a_commit_that_is_not_known_is_said(root, capsys):
   page = root / "docs" / "page.md"
   page.write_text(PAGE.format(takes="seconds", commit="0123abc"))
   assert refresh_docs.main([], root) == 0
-  assert "made at 0123abc): its commit is not known here" in capsys.readouterr().out
+  assert "made at 0123abc on 2026-01-02): its commit is not known" in capsys.readouterr().out
+
+
+TABLE = "| | a step |\n|---|---|\n| fsdp 16 | {cell} |\n"
+
+
+@pytest.mark.parametrize(
+  "cell", ["3.76 s", "45.7%", "≈ 12 GiB (8–13)", "0.98", ".111, .496", "**+0.5**"]
+)
+def test_a_table_of_figures_says_where_they_are_from(root, cell):
+  page = root / "docs" / "page.md"
+  blocks = PAGE.format(takes="seconds", commit="0123abc")
+  table = TABLE.format(cell=cell)
+  page.write_text(blocks + "\n" + table)
+  assert list(refresh_docs.unknown(root, page)) == ["docs/page.md:10: | | a step |"]
+  page.write_text(f"{blocks}\n<!-- figures: a paper -->\n{table}")
+  assert not list(refresh_docs.unknown(root, page))
+  page.write_text(blocks.replace("old\n", table))
+  assert not list(refresh_docs.unknown(root, page))
+
+
+@pytest.mark.parametrize(
+  "cell", ["a step", "4", "0.12.0.1", "1,024", "after 300 s it ends", "2p − 1"]
+)
+def test_a_table_of_words_and_counts_needs_no_source(root, cell):
+  page = root / "docs" / "page.md"
+  page.write_text(TABLE.format(cell=cell))
+  assert not list(refresh_docs.unknown(root, page))
+
+
+def test_each_table_of_figures_in_the_pages_here_says_where_they_are_from():
+  assert not [
+    line for page in refresh_docs.pages(ROOT) for line in refresh_docs.unknown(ROOT, page)
+  ]
+
+
+def test_the_line_below_each_block_here_says_what_the_comment_says():
+  for page in refresh_docs.pages(ROOT):
+    for block in refresh_docs.blocks(ROOT, page):
+      assert block.content.endswith(f"\n\n{block.footer()}\n\n"), str(block)
 
 
 def test_markers_of_the_pages_here_are_read():
