@@ -3,6 +3,7 @@
 Beside tests with jax, as in `pytest tests`, it is there already; alone nobody can import it.
 """
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -26,3 +27,8 @@ if "jax" not in sys.modules:
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("suite", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+  """Leaves modules and collected tests out of garbage collections, which go over them all each time."""
+  gc.freeze()

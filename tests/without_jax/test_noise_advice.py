@@ -8,7 +8,7 @@ from maxbatch.core.confidence import Interval
 from maxbatch.core.noise_scale import Calibration, Estimate
 from maxbatch.noise.advice import advice
 
-CAVEAT = "a heuristic (McCandlish et al. 2018), verify with python -m maxbatch.critical_batch"
+CAVEAT = "a heuristic (McCandlish et al. 2018), verify with maxbatch critical_batch"
 MEASURED = Estimate(
   "total", "ok", 64, 64, negative_share=0.0, signal=1.0, noise=83.0, scale=Interval(83, 69, 97)
 )

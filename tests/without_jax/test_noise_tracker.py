@@ -84,7 +84,7 @@ def test_intervals_hold_the_truth_where_the_signal_is_faint(steps):
 
 
 def test_intervals_are_not_wider_than_they_must_be():
-  held, _ = coverage(gradients(noise_scale=20), 64, 32, trials=4000)
+  held, _ = coverage(gradients(noise_scale=20), 64, 32, trials=1500)
   assert held <= 0.98
 
 

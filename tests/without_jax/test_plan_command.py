@@ -101,6 +101,7 @@ def test_a_plan_of_a_million_steps_needs_no_jax():
     "assert not {'jax', 'numpy', 'bokeh', 'jinja2'} & sys.modules.keys(); sys.exit(code)"
   )
   keys = ["config=base", "num_devices=100000", "num_hosts=12500", "steps=1_000_000", "--json"]
+  keys += ["model_name=llama3-8b"]
   keys += ["batch_size=6_400_000", "micro_batch_size=1", "batch_schedule_type=linear"]
   keys += ["batch_schedule_length=1_000_000_000", "batch_size_start=100_000"]
   done = subprocess.run(
@@ -287,7 +288,7 @@ def test_a_choice_that_other_keys_have_made_is_refused(capsys):
 
 def test_help(capsys):
   text = show(capsys, "--help")
-  assert text.startswith("Usage: python -m maxbatch.plan config=FILE")
+  assert text.startswith("Usage: maxbatch plan config=FILE")
   assert "compile_topology=v5e-256" in text
   assert "  batch_size=-1  (whole number, at least 1, or -1)" in text
 

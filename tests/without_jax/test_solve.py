@@ -189,13 +189,15 @@ def brute_force(topology: Topology, keys: dict[str, Any]) -> set[tuple[int, Frac
   groups = topology.num_batch_groups
   share = Fraction(groups, topology.num_devices)
   batch, tokens = keys.get("batch_size"), keys.get("tokens_per_step")
-  results = set()
-  for rows, passes in PAIRS:
-    size = groups * rows * passes
-    if batch in (None, size) and tokens in (None, size * LENGTH):
-      results.add((size, rows * share, passes))
-  wanted = (keys.get("per_device_batch_size"), keys.get("gradient_accumulation_steps"))
-  return {one for one in results if wanted[0] in (None, one[1]) and wanted[1] in (None, one[2])}
+  per_device, steps = keys.get("per_device_batch_size"), keys.get("gradient_accumulation_steps")
+  return {
+    (groups * rows * passes, rows * share, passes)
+    for rows, passes in PAIRS
+    if steps in (None, passes)
+    and batch in (None, groups * rows * passes)
+    and tokens in (None, groups * rows * passes * LENGTH)
+    and per_device in (None, rows * share)
+  }
 
 
 @settings(max_examples=examples(1500))
