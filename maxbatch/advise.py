@@ -1,4 +1,4 @@
-"""python -m maxbatch.advise config=… model_name=… total_tokens=…: which batch, and what follows."""
+"""maxbatch advise config=… model_name=… total_tokens=…: which batch, and what follows."""
 
 import dataclasses
 import json
@@ -110,7 +110,7 @@ COMMAND = Command(
 Which batch for this model, these tokens and this slice: the published rules with their ranges, what
 they say together, the ramp, learning rate and weight decay, the microbatch and mesh that fit and are
 fastest, steps, days and cost, on half and twice the chips too. Nothing is compiled, no device is
-touched. Writes advice.yml, which python -m maxbatch.train config=advice.yml takes.
+touched. Writes advice.yml, which maxbatch train config=advice.yml takes.
 """,
   AdviseArguments,
   "config=FILE total_tokens=NUMBER [compile_topology=SLICE]",
@@ -182,8 +182,8 @@ def _advise_post_training(arguments: Arguments[AdviseArguments], config: Config)
     print(json.dumps(advice.as_dict(), indent=2))
     return
   print(post_training_report(advice))
-  print(f"\nWritten to {file}. Next:\n  python -m maxbatch.plan config={file}")
-  print(f"  python -m maxbatch.train_rl config={file}")
+  print(f"\nWritten to {file}. Next:\n  maxbatch plan config={file}")
+  print(f"  maxbatch train_rl config={file}")
 
 
 def _place(config: Config) -> Place | None:
@@ -259,10 +259,10 @@ def _next_steps(advice: Advice, file: str, named: Collection[str], *, explain: b
   asked = advice.asked
   place = [f"    {' '.join(map(_argument, asked.place.keys.items()))}"] if asked.place else []
   more = " \\" if place else ""
-  lines = [f"Written to {file}. Next:", f"  python -m maxbatch.plan config={file}{more}", *place]
+  lines = [f"Written to {file}. Next:", f"  maxbatch plan config={file}{more}", *place]
   if place:
-    lines += [f"  python -m maxbatch.train config={file} compile_only=true{more}", *place]
-  lines.append(f"  python -m maxbatch.train config={file}")
+    lines += [f"  maxbatch train config={file} compile_only=true{more}", *place]
+  lines.append(f"  maxbatch train config={file}")
   now = to_flat_dict(asked.config)
   replaced = [
     key for key in _MESH if key in named and str(advice.keys.get(key, now[key])) != str(now[key])

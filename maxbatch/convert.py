@@ -1,4 +1,4 @@
-"""python -m maxbatch.convert from_hf=MODEL run_name=… | to_hf=FOLDER checkpoint=…: weights, in and out.
+"""maxbatch convert from_hf=MODEL run_name=… | to_hf=FOLDER checkpoint=…: weights, in and out.
 
 to_peft=FOLDER checkpoint=… writes the adapters of a run alone.
 """
@@ -103,7 +103,7 @@ def _convert(arguments: Arguments[ConvertArguments]) -> None:
 def _next(own: ConvertArguments, made: Converted) -> str:
   if own.from_hf:
     config = RunFolder(made.folder).config
-    return f"python -m maxbatch.train config={config} dataset_path=MY_TEXTS"
+    return f"maxbatch train config={config} dataset_path=MY_TEXTS"
   if own.to_peft:
     return f"peft.PeftModel.from_pretrained(model, {str(made.folder)!r})"
   return f"transformers.AutoModelForCausalLM.from_pretrained({str(made.folder)!r})"

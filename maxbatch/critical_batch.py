@@ -1,4 +1,4 @@
-"""python -m maxbatch.critical_batch checkpoint=RUN: up to which batch training loses nothing.
+"""maxbatch critical_batch checkpoint=RUN: up to which batch training loses nothing.
 
 The branched measurement of Merrill et al. (2025): from one checkpoint, branches train on the same
 next samples with k times the batch and a rate that follows it, and the largest batch whose loss

@@ -1,4 +1,4 @@
-"""python -m maxbatch.input_analyzer config=… [key=value …]: does my data keep up with the step?"""
+"""maxbatch input_analyzer config=… [key=value …]: does my data keep up with the step?"""
 
 import dataclasses
 import json

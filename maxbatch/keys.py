@@ -1,4 +1,4 @@
-"""python -m maxbatch.keys WORD …: the configuration keys that a word leads to."""
+"""maxbatch keys WORD …: the configuration keys that a word leads to."""
 
 import dataclasses
 import itertools

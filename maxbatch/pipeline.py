@@ -1,4 +1,4 @@
-"""python -m maxbatch.pipeline config=… [key=value …]: the timetable of a pipeline, at once."""
+"""maxbatch pipeline config=… [key=value …]: the timetable of a pipeline, at once."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""python -m maxbatch.plan config=… [key=value …]: what a run would do, on any devices, at once."""
+"""maxbatch plan config=… [key=value …]: what a run would do, on any devices, at once."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""python -m maxbatch.report RUN [RUN …]: a run, or several, as one HTML file."""
+"""maxbatch report RUN [RUN …]: a run, or several, as one HTML file."""
 
 import dataclasses
 import glob
@@ -18,7 +18,7 @@ from maxbatch.run_folder.history import is_run, read_history
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_report.page import page
 
-_EXAMPLE = "for example python -m maxbatch.report runs/first_run"
+_EXAMPLE = "for example maxbatch report runs/first_run"
 
 
 @dataclasses.dataclass(frozen=True)

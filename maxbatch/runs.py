@@ -1,4 +1,4 @@
-"""python -m maxbatch.runs [FOLDER …]: the runs that are there, how they go, and how to go on."""
+"""maxbatch runs [FOLDER …]: the runs that are there, how they go, and how to go on."""
 
 import dataclasses
 import sys

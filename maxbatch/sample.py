@@ -1,4 +1,4 @@
-"""python -m maxbatch.sample checkpoint=RUN prompt=…: texts that a trained model writes."""
+"""maxbatch sample checkpoint=RUN prompt=…: texts that a trained model writes."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""python -m maxbatch.train config=… [key=value …]: trains a language model."""
+"""maxbatch train config=… [key=value …]: trains a language model."""
 
 import dataclasses
 import sys

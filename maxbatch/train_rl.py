@@ -1,4 +1,4 @@
-"""python -m maxbatch.train_rl config=… [key=value …]: trains a language model by reinforcement."""
+"""maxbatch train_rl config=… [key=value …]: trains a language model by reinforcement."""
 
 import dataclasses
 import sys

@@ -10,7 +10,7 @@ by walking downhill with two seeds; then all seeds are run. To what they took, t
 losses that the same runs pass on the way. Against it stands the noise scale, measured in a run of
 the batch size 32.
 
-With branches=FOLDER, what python -m maxbatch.critical_batch found there stands beside it.
+With branches=FOLDER, what maxbatch critical_batch found there stands beside it.
 
 The trainer is the ordinary one; the loop is its own, to stop at a loss. Finished runs are kept in
 `out`, so an interrupted command continues where it was. More keys, such as adam_b2=0.99, go to every

@@ -41,6 +41,7 @@ BLOCK = re.compile(
   re.DOTALL,
 )
 QUICK, SLOW, QUIET = "seconds", "minutes", "quiet minutes"
+_PROGRAMS = {"python": [sys.executable], "maxbatch": [sys.executable, "-m", "maxbatch"]}
 ALL = {"all": (QUICK,), "quiet": (QUIET,)}
 SOURCE = re.compile(r"<!-- figures: [^>]+ -->")
 TABLE = re.compile(r"^\|.*\n\|[-| :]+\|\n((?:\|.*\n?)+)", re.MULTILINE)
@@ -115,8 +116,9 @@ def changes(root: pathlib.Path, block: Block) -> list[str]:
 
 def made(root: pathlib.Path, block: Block) -> str:
   """Runs a block's command. Raises SystemExit: it fails."""
-  words = [sys.executable if word == "python" else word for word in block.command]
-  if words[0].endswith(".py"):
+  program, *arguments = block.command
+  words = [*_PROGRAMS.get(program, [program]), *arguments]
+  if program.endswith(".py"):
     words.insert(0, sys.executable)
   result = subprocess.run(words, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
   if result.returncode:

@@ -1,7 +1,7 @@
 """The table of docs/reinforcement_learning.md: pass@k of runs' evaluations on prompts held out of training.
 
-    python -m maxbatch.train_rl config=configs/post_train/rl.yml
-    python -m maxbatch.train_rl config=configs/post_train/rl.yml rl_task=format \\
+    maxbatch train_rl config=configs/post_train/rl.yml
+    maxbatch train_rl config=configs/post_train/rl.yml rl_task=format \\
       warm_start_steps=60 learning_rate=2e-4 steps=80 run_name=format
     python scripts/rl_table.py runs/rl runs/format
 """

@@ -1,6 +1,6 @@
 """Makes an SVG of what a command printed, as docs/ shows it: a terminal of 120 columns.
 
-    .venv/bin/python -m maxbatch.runs | .venv/bin/python scripts/terminal_picture.py runs.svg 'maxbatch runs'
+    .venv/bin/maxbatch runs | .venv/bin/python scripts/terminal_picture.py runs.svg 'maxbatch runs'
 
 Where lines are left out, the input has a line with `…` alone.
 """

@@ -1,4 +1,4 @@
-"""python -m maxbatch.advise: from a question to a plan, and to a configuration that trains."""
+"""maxbatch advise: from a question to a plan, and to a configuration that trains."""
 
 import importlib
 import json

@@ -124,7 +124,7 @@ def test_a_run_is_made_of_the_model_that_training_begins_with(folder, capsys):
   run = take(folder, "learning_rate=0.5")
   out = capsys.readouterr().out
   assert " parameters of a model of type llama in float32: " in out
-  assert f"python -m maxbatch.train config={run / 'config.yml'}" in out
+  assert f"maxbatch train config={run / 'config.yml'}" in out
   assert "%" not in out  # No bar where nobody sees it move.
   keys = yaml.safe_load((run / "config.yml").read_text())
   assert (keys["base_emb_dim"], keys["learning_rate"], keys["run_name"]) == (D, 0.5, "taken")

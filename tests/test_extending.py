@@ -67,8 +67,8 @@ def test_a_section_works_as_it_is_written(section, folder, capfd):
   pytest_command, train_command = commands(section)
   assert pytest_command == ["python", "-m", "pytest", test]
   assert run_tests(test, folder) == 1
-  assert train_command[:4] == ["python", "-m", "maxbatch.train", "config=base"]
-  given = train_command[4:]
+  assert train_command[:3] == ["maxbatch", "train", "config=base"]
+  given = train_command[3:]
   assert any(f"{module.removesuffix('.py')}:" in argument for argument in given)
   chosen = {argument.partition("=")[0] for argument in given}
   lengths = {"generate_length": 2 if "tokenizer" in section else 0}

@@ -36,8 +36,8 @@ def run_here(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
   if program == "scripts/train.sh":
     made = SMALL if "run_name=made" in words else ""
     return train([*words, *made.split(), *SMALLER.split()])
-  if words[:2] == ["-m", "maxbatch.convert"]:
-    return convert(words[2:])
+  if words[0] == "convert":
+    return convert(words[1:])
   if words[0].startswith("scripts/"):
     smaller = ["--modules", "9", "--vocab-size", "384"]
     monkeypatch.setattr(sys, "argv", [*words, *smaller])

@@ -240,7 +240,7 @@ def test_a_file_that_is_not_text(capsys, tmp_path):
 
 def test_help(capsys):
   text = show(capsys, "--help")
-  assert text.startswith("Usage: python -m maxbatch.pipeline config=FILE")
+  assert text.startswith("Usage: maxbatch pipeline config=FILE")
   assert "--check FILE" in text
   text = show(capsys, "--help", "pipeline")
   assert "  num_pipeline_microbatches=-1  (whole number, at least 1, or -1)" in text

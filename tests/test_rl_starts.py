@@ -36,7 +36,7 @@ VOCABULARY = 300
 def documented() -> list[str]:
   """The keys of the command in the documentation."""
   text = (REPOSITORY / "docs" / "reinforcement_learning.md").read_text()
-  (command,) = re.findall(r"python -m maxbatch\.train_rl (config=base .*?)\n```", text, re.DOTALL)
+  (command,) = re.findall(r"maxbatch train_rl (config=base .*?)\n```", text, re.DOTALL)
   return shlex.split(command.replace("\\\n", " "))
 
 

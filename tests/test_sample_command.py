@@ -1,4 +1,4 @@
-"""python -m maxbatch.sample: from a checkpoint and prompts to texts, or to a sentence that says why not."""
+"""maxbatch sample: from a checkpoint and prompts to texts, or to a sentence that says why not."""
 
 import json
 import pathlib

@@ -199,7 +199,7 @@ def check_scope(config: Config, named: Iterable[str]) -> None:
   if config.pipeline.pipeline_schedule != "none":
     raise UserError(
       f"pipeline_schedule={config.pipeline.pipeline_schedule}: the advice does not cover "
-      "pipelines; python -m maxbatch.pipeline does; for example pipeline_schedule=none"
+      "pipelines; maxbatch pipeline does; for example pipeline_schedule=none"
     )
   if config.model.lora_rank or config.optimizer.trainable:
     raise UserError(

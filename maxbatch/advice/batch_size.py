@@ -99,7 +99,7 @@ def measured_by(folder: str, tokens: float) -> list[Measured]:
   if not results:
     raise UserError(
       f"from_run={shown(folder)}: the run has measured neither noise scale nor critical batch; "
-      "measure with gns=norm in a run, or with python -m maxbatch.critical_batch "
+      "measure with gns=norm in a run, or with maxbatch critical_batch "
       f"checkpoint={shown(folder)}"
     )
   return results
@@ -145,7 +145,7 @@ def _branches(run: RunFolder, tokens: float) -> list[Measured]:
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise UserError(
       f"{files[-1]} cannot be read as a measurement ({error!r}); remove it, or measure again with "
-      "python -m maxbatch.critical_batch"
+      "maxbatch critical_batch"
     ) from error
   if ends:
     size, tokens_of_it = next(iter(branches.items()))

@@ -23,7 +23,7 @@ from maxbatch.batch_rules.rule import Training, at_overhead
 _FACTORS = (0.5, 0.75, 1.0, 1.5, 2.0)
 """Factors of the batch that is worth using where the branches begin."""
 _BRANCH_STEPS = 40
-"""Steps of the largest branch: the default of python -m maxbatch.critical_batch."""
+"""Steps of the largest branch: the default of maxbatch critical_batch."""
 _SHARES = (0.005, 0.02, 0.1)
 """Shares of the run's tokens at which branches may begin."""
 _WORTH = 1.05
@@ -123,12 +123,12 @@ def _commands(
   """Returns the commands: one process can branch by itself; on more hosts each branch is a run from
   the same checkpoint."""
   if asked.place is None or asked.place.chips <= _ONE_HOST_CHIPS:
-    return (f"python -m maxbatch.critical_batch checkpoint={folder} factors=1/2,3/4,1,3/2,2",)
+    return (f"maxbatch critical_batch checkpoint={folder} factors=1/2,3/4,1,3/2,2",)
   unit = run.unit * asked.length
   end = round(at / unit) * unit + _branch_tokens(asked, batches)
   rate = run.learning_rate * (batches[-1] / run.samples) ** 0.5
   return (
-    f"python -m maxbatch.train config=advice.yml run_name=branch-{batches[-1]} "
+    f"maxbatch train config=advice.yml run_name=branch-{batches[-1]} "
     f"load_full_state_path={folder} batch_schedule=[] batch_size={batches[-1]} "
     f"learning_rate={rate:.2g} learning_rate_batch_coupling=none lr_schedule_type=constant "
     f"warmup_steps=0 total_tokens={end}",

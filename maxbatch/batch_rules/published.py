@@ -148,7 +148,7 @@ _BATCHES = (
     "arXiv 2505.23971",
     "text or code",
     "a plateau read off figures, within 0.01 nats of smaller batches; early in training it is near 0. "
-    "python -m maxbatch.critical_batch measures it for your run",
+    "maxbatch critical_batch measures it for your run",
     means="tolerance",
     batch_tokens=lambda _: 4096.0 * 4096.0,
     fitted=(Fitted("parameters", 1e9, 7e9),),

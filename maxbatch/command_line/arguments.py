@@ -59,7 +59,7 @@ class Command(Generic[Own]):
   """What a command is called, does and takes."""
 
   name: str
-  """`python -m maxbatch.NAME` runs it."""
+  """`maxbatch NAME` runs it."""
   about: str
   """For --help, between the usage and the command's own arguments; may be empty."""
   own: type[Own]

@@ -98,7 +98,7 @@ def _usage(command: Command) -> Iterator[str]:
   options = [f"[{_shown(one)}]" for one in own if not isinstance(one.kind, Key)]
   keys = ["[key=value ...]"] if command.takes_keys else []
   line = " ".join([command.usage, *keys, *options])
-  yield from _wrapped(line, f"Usage: python -m maxbatch.{command.name} ")
+  yield from _wrapped(line, f"Usage: maxbatch {command.name} ")
   yield ""
   yield from command.about.splitlines()
   width = max((len(_shown(one)) for one in own), default=0) + 4

@@ -102,7 +102,7 @@ class CheckpointSource:
       targets = f" lora_targets={identity['lora_targets']}" if identity.get("lora_targets") else ""
       return (
         f"Its adapters are no part of this run's model: give lora_rank={identity.get('lora_rank')}"
-        f"{targets}, as they were trained, or merge them first: python -m maxbatch.convert to_hf=…"
+        f"{targets}, as they were trained, or merge them first: maxbatch convert to_hf=…"
       )
     run = self.folder.parent.parent
     return (

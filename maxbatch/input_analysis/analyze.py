@@ -98,7 +98,7 @@ def _part(
       return document_rows(cache, data, tokenizer, length, folder, "train")
   raise UserError(
     f"{given.train.key}={given.train.path}: even a part of it takes longer to tokenize than there is "
-    "time; give more, for example seconds=600, or tokenize all of it first: python -m maxbatch.train "
+    "time; give more, for example seconds=600, or tokenize all of it first: maxbatch train "
     "with validate_only=true"
   )
 

@@ -43,7 +43,7 @@ def cost_of_change(batch: float, factor: float, noise_scale: float) -> RelativeC
 WELL_BELOW = 1 / 4
 """Fraction of the noise scale up to which doubling the batch costs at most a fifth more data."""
 
-_CAVEAT = "a heuristic (McCandlish et al. 2018), verify with python -m maxbatch.critical_batch"
+_CAVEAT = "a heuristic (McCandlish et al. 2018), verify with maxbatch critical_batch"
 
 
 def advice(

@@ -86,5 +86,5 @@ class BackgroundReport:
     path = RunFolder(self._folder).report
     self._report(
       f"warning: {path} could not be written ({why}); the run goes on without it, and "
-      f"python -m maxbatch.report {self._folder} tries again"
+      f"maxbatch report {self._folder} tries again"
     )

@@ -156,7 +156,7 @@ def _pipeline(config: Config, plan: BatchPlan) -> tuple[str, Chart | None]:
   pipeline = pipeline_of(config, plan.topology, plan)
   shape = pipeline.shape
   if shape.forwards_per_stage * shape.stages > _MOST_CELLS:
-    return f"{pipeline}\nToo long to be drawn here: python -m maxbatch.pipeline --plot", None
+    return f"{pipeline}\nToo long to be drawn here: maxbatch pipeline --plot", None
   return str(pipeline), timetable_chart(timetable(pipeline.schedule, shape), pipeline.schedule)
 
 

@@ -154,7 +154,7 @@ class PipelineConfig(Section, heading="the pipeline"):
   pipeline_schedule: Literal["none", "gpipe", "circular", "1f1b", "interleaved_1f1b"] = key(
     "none", CHANGEABLE
   )
-  """Pipeline schedule: none, gpipe, circular, 1f1b or interleaved_1f1b; python -m maxbatch.pipeline
+  """Pipeline schedule: none, gpipe, circular, 1f1b or interleaved_1f1b; maxbatch pipeline
   draws them."""
   num_pipeline_microbatches: PositiveOrUnset = key(-1, CHANGEABLE, PIPELINE)
   """Chunks per microbatch, a multiple of the stages; more: a smaller bubble, smaller matrix

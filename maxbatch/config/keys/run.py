@@ -68,14 +68,14 @@ class RunConfig(Section, heading="the run"):
   """Samples per evaluation, independent of the batch size; -1: the whole validation set."""
   write_report: bool = key(True, CHANGEABLE)
   """Write report.html, a page about the run, at evaluations (at most 1/50 of the time) and at the
-  end; false: only python -m maxbatch.report writes it."""
+  end; false: only maxbatch report writes it."""
   # A sample to look at.
   generate_length: Annotated[int, Range(low=0, high=100_000)] = key(160, CHANGEABLE)
   """Tokens of sample text to generate before and after training, and at evaluations; 0: none."""
   prompt: str = key("def ", CHANGEABLE, SAMPLE_TEXT)
   """Prompt of the sample text."""
   decode_sampling_temperature: NonNegativeFloat = key(0.8, CHANGEABLE)
-  """Sampling temperature of the sample text and of `python -m maxbatch.sample`; 0: greedy."""
+  """Sampling temperature of the sample text and of `maxbatch sample`; 0: greedy."""
   decode_sampling_top_k: NonNegative = key(0, CHANGEABLE)
   """Sample only from this many of the most likely tokens (top-k); 0: from all."""
   decode_sampling_nucleus_p: NucleusProbability = key(1.0, CHANGEABLE)
