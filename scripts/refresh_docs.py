@@ -5,7 +5,7 @@
     python scripts/refresh_docs.py all                # makes all blocks anew that take seconds
     python scripts/refresh_docs.py quiet              # … and those that need a quiet machine, for minutes
 
-A block of a page stands between two comments, and is what a command prints, or what somebody wrote down of
+A block of a page stands between two comments, and is what a command prints (in a fence, if it stands in one), or what somebody wrote down of
 that; its last line says to readers what the comment says:
 
     <!-- made by: scripts/effective_microbatches.py; from: maxbatch/estimate configs/models; takes: seconds;
@@ -27,11 +27,13 @@ A table of figures outside of blocks says above itself where they are from:
 
 import dataclasses
 import datetime
+import os
 import pathlib
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -43,6 +45,7 @@ BLOCK = re.compile(
 QUICK, SLOW, QUIET = "seconds", "minutes", "quiet minutes"
 _PROGRAMS = {"python": [sys.executable], "maxbatch": [sys.executable, "-m", "maxbatch"]}
 ALL = {"all": (QUICK,), "quiet": (QUIET,)}
+FENCE = re.compile(r"```\w*\n")
 SOURCE = re.compile(r"<!-- figures: [^>]+ -->")
 TABLE = re.compile(r"^\|.*\n\|[-| :]+\|\n((?:\|.*\n?)+)", re.MULTILINE)
 FIGURE = re.compile(
@@ -115,15 +118,26 @@ def changes(root: pathlib.Path, block: Block) -> list[str]:
 
 
 def made(root: pathlib.Path, block: Block) -> str:
-  """Runs a block's command. Raises SystemExit: it fails."""
+  """Runs a block's command: a script where it is, a command of the package in an empty folder and without
+  what its user has compiled; returns what it prints, in the fence that the block has. Raises SystemExit: it
+  fails."""
   program, *arguments = block.command
-  words = [*_PROGRAMS.get(program, [program]), *arguments]
-  if program.endswith(".py"):
-    words.insert(0, sys.executable)
-  result = subprocess.run(words, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
+  is_script = program.endswith(".py")
+  run = [sys.executable, program] if is_script else _PROGRAMS.get(program, [program])
+  with tempfile.TemporaryDirectory() as empty:
+    own = {} if is_script else {"PYTHONPATH": str(root), "XDG_CACHE_HOME": empty}
+    result = subprocess.run(
+      [*run, *arguments],
+      cwd=root if is_script else empty,
+      env=os.environ | own,
+      stdout=subprocess.PIPE,
+      text=True,
+      check=False,
+    )
   if result.returncode:
     raise SystemExit(f"{block}: exit code {result.returncode}")
-  return result.stdout
+  printed, fence = result.stdout.strip("\n"), FENCE.match(block.content.strip("\n"))
+  return f"{fence[0]}{printed}\n```" if fence else printed
 
 
 def refresh(root: pathlib.Path, page: pathlib.Path, takes: Sequence[str]) -> Iterator[str]:
@@ -139,7 +153,7 @@ def refresh(root: pathlib.Path, page: pathlib.Path, takes: Sequence[str]) -> Ite
     commit = subprocess.run(git, cwd=root, capture_output=True, text=True, check=True).stdout
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     new = dataclasses.replace(block, commit=commit.strip(), date=today)
-    content = made(root, block).strip("\n")
+    content = made(root, block)
     text, (begin, end) = page.read_text(encoding="utf-8"), block.place
     # Blank lines around: a table that touches a comment is none to some readers of Markdown.
     whole = f"{new.header()}\n{content}\n\n{new.footer()}\n\n<!-- end of made -->"

@@ -101,6 +101,25 @@ def test_quiet_makes_what_needs_a_quiet_machine_alone(root, capsys):
   capsys.readouterr()
 
 
+def test_what_a_command_prints_stays_in_its_fence(root):
+  page = root / "docs" / "page.md"
+  page.write_text(page.read_text().replace("old", "```text\nold\n```"))
+  assert refresh_docs.main(["all"], root) == 0
+  assert "\n```text\n| figure | 1 3\n```\n" in page.read_text()
+
+
+def test_a_command_of_the_package_runs_in_an_empty_folder(root):
+  (root / "maxbatch").mkdir()
+  command = "import os\nprint(os.listdir(), os.environ['XDG_CACHE_HOME'] == os.getcwd())\n"
+  (root / "maxbatch" / "__init__.py").touch()
+  (root / "maxbatch" / "plan.py").write_text(command)
+  commit(root)
+  page = root / "docs" / "page.md"
+  page.write_text(page.read_text().replace("scripts/figures.py 3", "python -m maxbatch.plan"))
+  assert refresh_docs.main(["all"], root) == 0
+  assert "\n[] True\n" in page.read_text()
+
+
 @pytest.mark.parametrize("takes", ["a day on a quiet machine", "minutes", "quiet minutes"])
 def test_all_makes_only_what_takes_seconds(root, capsys, takes):
   page = root / "docs" / "page.md"
