@@ -16,7 +16,7 @@ that; its last line says to readers what the comment says:
     <!-- end of made -->
 
 `from` are the files and folders that the figures depend on, and `at` the newest commit that had changed one of
-them: a later one that does makes the block old. With `takes: seconds` or `minutes` the command makes the block
+them: a later one that does makes the block old, unless it changes comments and docstrings alone. With `takes: seconds` or `minutes` the command makes the block
 here, with `quiet minutes` where that is asked for; with anything else, such as another machine, it is only
 listed.
 
@@ -25,8 +25,10 @@ A table of figures outside of blocks says above itself where they are from:
     <!-- figures: the papers that are named -->
 """
 
+import ast
 import dataclasses
 import datetime
+import functools
 import os
 import pathlib
 import re
@@ -109,12 +111,48 @@ def _block(page: pathlib.Path, match: re.Match[str]) -> Block:
 
 
 def changes(root: pathlib.Path, block: Block) -> list[str]:
-  """Lists the commits since the block was made that change what it depends on, newest first."""
-  git = ["git", "log", "--format=%h %s", f"{block.commit}..HEAD", "--", *block.sources]
-  result = subprocess.run(git, cwd=root, capture_output=True, text=True, check=False)
-  if result.returncode:
+  """Lists the commits since the block was made that change what it depends on, newest first; none where
+  they change comments and docstrings alone."""
+  since = f"{block.commit}..HEAD"
+  try:
+    names = git(root, "diff", "--name-only", since, "--", *block.sources).splitlines()
+  except subprocess.CalledProcessError:
     return ["its commit is not known here"]
-  return result.stdout.splitlines()
+  if all(code(root, block.commit, name) == code(root, "HEAD", name) for name in names):
+    return []
+  return git(root, "log", "--format=%h %s", since, "--", *block.sources).splitlines()
+
+
+def git(root: pathlib.Path, *words: str) -> str:
+  """Returns what git prints. Raises CalledProcessError: it fails."""
+  result = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True)
+  return result.stdout
+
+
+@functools.cache
+def code(root: pathlib.Path, commit: str, name: str) -> str | None:
+  """Returns a file at a commit, one of Python without comments and docstrings; None: it is not there."""
+  try:
+    text = git(root, "show", f"{commit}:{name}")
+  except subprocess.CalledProcessError:
+    return None
+  if not name.endswith(".py"):
+    return text
+  tree = ast.parse(text)
+  for node in ast.walk(tree):
+    # Strings that stand alone: docstrings, and those below fields.
+    body = getattr(node, "body", None)
+    if isinstance(body, list):
+      body[:] = [each for each in body if not _is_string(each)]
+  return ast.dump(tree)
+
+
+def _is_string(node: ast.AST) -> bool:
+  return (
+    isinstance(node, ast.Expr)
+    and isinstance(node.value, ast.Constant)
+    and isinstance(node.value.value, str)
+  )
 
 
 def made(root: pathlib.Path, block: Block) -> str:
@@ -147,10 +185,9 @@ def refresh(root: pathlib.Path, page: pathlib.Path, takes: Sequence[str]) -> Ite
     if block.takes not in takes:
       yield f"left as it is: {block}"
       continue
-    if _is_changed(root, block.sources):
+    if git(root, "status", "--porcelain", "--", *block.sources):
       raise SystemExit(f"{block}: commit the changes to what it depends on first")
-    git = ["git", "log", "-1", "--format=%h", "--", *block.sources]
-    commit = subprocess.run(git, cwd=root, capture_output=True, text=True, check=True).stdout
+    commit = git(root, "log", "-1", "--format=%h", "--", *block.sources)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     new = dataclasses.replace(block, commit=commit.strip(), date=today)
     content = made(root, block)
@@ -159,11 +196,6 @@ def refresh(root: pathlib.Path, page: pathlib.Path, takes: Sequence[str]) -> Ite
     whole = f"{new.header()}\n{content}\n\n{new.footer()}\n\n<!-- end of made -->"
     page.write_text(text[:begin] + whole + text[end:], encoding="utf-8")
     yield f"made: {new}"
-
-
-def _is_changed(root: pathlib.Path, sources: Sequence[str]) -> bool:
-  git = ["git", "status", "--porcelain", "--", *sources]
-  return bool(subprocess.run(git, cwd=root, capture_output=True, text=True, check=True).stdout)
 
 
 def listed(root: pathlib.Path) -> Iterator[str]:

@@ -81,6 +81,29 @@ def test_a_block_is_made_anew_with_its_commit(root, capsys, name):
   assert capsys.readouterr().out.startswith("0 blocks")
 
 
+@pytest.mark.parametrize(
+  ("new", "is_old"),
+  [
+    ('"""Says more."""\nA = 1  # one\n"""Of A."""\n', False),
+    ('"""Says."""\nA = 2\n', True),
+    (None, True),
+  ],
+)
+def test_comments_and_docstrings_alone_make_no_block_old(root, capsys, new, is_old):
+  file = root / "data" / "code.py"
+  file.write_text('"""Says."""\nA = 1\n')
+  first = commit(root)
+  page = root / "docs" / "page.md"
+  page.write_text(PAGE.format(takes="seconds", commit=first))
+  if new is None:
+    file.unlink()
+  else:
+    file.write_text(new)
+  commit(root)
+  assert refresh_docs.main([], root) == 0
+  assert capsys.readouterr().out.splitlines()[-1].startswith(f"{int(is_old)} blocks")
+
+
 def test_a_block_carries_the_newest_commit_of_what_it_depends_on(root):
   (root / "source").write_text("2")
   newest = commit(root)
