@@ -44,8 +44,10 @@ from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.requirements import check_rl
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.run import run_rl
-from maxbatch.rl.sampled import completion_sampler, run_vocabulary
+from maxbatch.rl.sampled import CompletionSampler, completion_sampler, run_vocabulary
+from maxbatch.rl.steps import DeviceClock
 from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.sampling import sampler as sampling_programs
 from maxbatch.sampling.sampler import Prompts
 from maxbatch.sampling.text import choice_of
 
@@ -224,6 +226,67 @@ def test_devices_that_only_sample_do_not_wait_for_training(prompts, tmp_path, mo
   monkeypatch.setattr(RolloutLoader, "__next__", noted)
   run(tmp_path, *keys("apart", prompts))
   assert in_time == [True] * 3
+
+
+def test_training_on_a_microbatch_is_dispatched_while_the_devices_sample_the_next(
+  tmp_path, monkeypatch
+):
+  """As the devices run one program after the other, they are then never without one."""
+  completed, dispatched = CompletionSampler.completed, mode.RolloutHooks.dispatched
+  numbers, in_time, trains = itertools.count(), [], threading.Event()
+
+  def waiting(self: CompletionSampler, sampling: Any) -> Any:
+    if next(numbers) == 2:  # After the evaluation's, and the first microbatch.
+      in_time.append(trains.wait(20))
+    return completed(self, sampling)
+
+  def noted(self: mode.RolloutHooks, metrics: Any) -> None:
+    trains.set()
+    dispatched(self, metrics)
+
+  monkeypatch.setattr(CompletionSampler, "completed", waiting)
+  monkeypatch.setattr(mode.RolloutHooks, "dispatched", noted)
+  run(tmp_path, "steps=1", "enable_checkpointing=false", "eval_samples=1")
+  assert in_time == [True]
+
+
+def test_sampling_is_dispatched_and_not_awaited(monkeypatch):
+  """What is read of its results waits for them, and for all that the devices are at before."""
+
+  class Unread:
+    def all(self) -> None:
+      raise AssertionError("the host waits for the devices")
+
+    def __getitem__(self, part: Any) -> Any:
+      return self
+
+  config = load_config(KEYS)
+  model = build_model(config.model, config.batch.max_target_length)
+  mesh = make_mesh(topology(config.mesh, 1), jax.devices()[:1])
+  write = sampling_programs._write
+
+  def unread(*arguments: Any) -> Any:
+    state, cache = write(*arguments)
+    return state._replace(ended_B=Unread()), cache
+
+  monkeypatch.setattr(sampling_programs, "_write", unread)
+  prompts = [Prompt("f1=", {})] * 2
+  sampling = completion_sampler(config, model, mesh).begun(
+    random_parameters(model), prompts, "rollout", 0, 0
+  )
+  assert sampling.samples.tokens_BN.shape == (8, 8)
+
+
+def test_the_devices_clock_counts_each_program_from_the_end_of_the_one_before(monkeypatch):
+  now = iter([0.0, 1.0, 3.0, 3.5, 7.0, 9.0])
+  monkeypatch.setattr("maxbatch.rl.steps.time.perf_counter", lambda: next(now))
+  with DeviceClock() as clock:
+    sampling = clock.timed(jnp.zeros(1))  # Dispatched at 0, ended at 1.
+    assert sampling() == 1.0
+    training = clock.timed(jnp.zeros(1))  # 3 to 3.5.
+    assert training() == 0.5
+    monkeypatch.setattr(clock, "_ended", 8.0)  # What was dispatched before ended at 8.
+    assert clock.timed(jnp.zeros(1))() == 1.0  # 7 to 9.
 
 
 def test_the_sampler_s_noise_is_repeated_in_no_microbatch(monkeypatch):

@@ -42,7 +42,7 @@ from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.rollout_program import RolloutCompiler, RolloutPlace, traced_rollout
 from maxbatch.rl.rollout_report import PolicyBytes
 from maxbatch.rl.sampled import completion_sampler
-from maxbatch.rl.steps import StepRecords, TrainingClock
+from maxbatch.rl.steps import DeviceClock, StepRecords
 from maxbatch.rl.trainer import policy_loss
 from maxbatch.rl.tuning import RLProber, check_given_size, choose_rl
 from maxbatch.run_folder.metrics import Record
@@ -144,8 +144,7 @@ class PolicyTraining:
     move = mover(trainer.mesh, mesh) if self.rollout else None
     sampler = completion_sampler(config, trainer.model, mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
-    loss, clock = self.loss, TrainingClock()
-    records = StepRecords(plan, config, feed_watchdog, clock.seconds)
+    loss, records = self.loss, StepRecords(plan, config, feed_watchdog)
     policies = Policies(
       trainer.model,
       kept=plan.num_snapshots,
@@ -162,7 +161,7 @@ class PolicyTraining:
       known = earlier(batch, completions)
       return halved(known) if loss.halves else known
 
-    with RewardPool(config.rl) as pool, clock:
+    with RewardPool(config.rl) as pool, DeviceClock() as clock, DeviceClock() as of_rollout:
       rewards = SharedRewards(pool)
       greedy = completion_sampler(config, trainer.model, mesh, greedy=True)
       ways = {"standard": (sampler, "eval/"), "greedy": (greedy, "eval/greedy_")}
@@ -174,8 +173,8 @@ class PolicyTraining:
 
       def open_rollouts(_: BatchPlan, position: Position) -> RolloutLoader:
         # Devices of their own sample from the dispatch on, whatever others still train on.
-        until = [] if self.rollout else [clock.last_end]
-        make = MicrobatchMaker(config.rl, plan, stream, sampler, SharedRewards(pool), *until)
+        timed = of_rollout.timed if self.rollout else clock.timed
+        make = MicrobatchMaker(config.rl, plan, stream, sampler, SharedRewards(pool), timed)
         apart = bool(self.rollout)
         return RolloutLoader(
           plan, position, make, policies, trainer.mesh, records, complete, apart=apart
@@ -194,7 +193,7 @@ class RolloutHooks(Hooks):
   plan: RLPlan
   kept: Policies
   records: StepRecords
-  clock: TrainingClock
+  clock: DeviceClock
   evaluations: Sequence[Evaluation]
   move: Move | None
   folder: RunFolder
@@ -208,7 +207,7 @@ class RolloutHooks(Hooks):
 
   def dispatched(self, metrics: StepMetrics) -> None:
     """Times the training of a microbatch."""
-    self.clock.dispatched(metrics)
+    self.records.trained(self.clock.timed(metrics.loss))
 
   def completed(self, record: Record) -> Record:
     """Adds what the rollout of a step counts."""

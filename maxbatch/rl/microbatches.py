@@ -14,7 +14,7 @@ from maxbatch.rl.advantages import group_advantages, live_groups
 from maxbatch.rl.completions import Completions, make_completions
 from maxbatch.rl.prompts import Prompt, PromptStream
 from maxbatch.rl.rewards import Group, GroupRewards, SharedRewards
-from maxbatch.rl.sampled import CompletionSampler, Sampled
+from maxbatch.rl.sampled import CompletionSampler, Sampled, Sampling
 
 
 class Counts(NamedTuple):
@@ -28,7 +28,8 @@ class Counts(NamedTuple):
   num_tokens: int
   num_failures: int
   """Prompts for which a reward function failed."""
-  rollout_seconds: float
+  rollout_seconds: Callable[[], float]
+  """Once the devices have ended what was dispatched before."""
   reward_seconds: float
 
 
@@ -40,21 +41,28 @@ class Microbatch(NamedTuple):
 
 
 class Unrewarded(NamedTuple):
-  """Completions of some prompts of which nothing is known yet."""
+  """Completions of some prompts that the devices may still be at."""
 
   prompts: list[Prompt]
-  sampled: Sampled
+  sampling: Sampling
   first_completion: int
   """Index of the first completion in the run's stream of completions."""
-  seconds: float
-  """For which they were sampled."""
+  seconds: Callable[[], float]
+  """For which they are sampled, see `Counts.rollout_seconds`."""
+
+
+def untimed(result: object) -> Callable[[], float]:
+  """Measures nothing."""
+  del result
+  return lambda: 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicrobatchMaker:
   """Makes microbatch after microbatch; a function of parameters and numbers alone.
 
-  In two parts: `sample` runs on the devices, `reward` in processes of the host.
+  In two parts: `sample` dispatches what runs on the devices, `reward` waits for it and runs in
+  processes of the host.
   """
 
   config: RLConfig
@@ -62,32 +70,32 @@ class MicrobatchMaker:
   prompts: PromptStream
   sampler: CompletionSampler
   rewards: SharedRewards
-  trained_until: Callable[[], float] = lambda: 0.0
-  """When the devices that sample last ended training, by time.perf_counter."""
+  timed: Callable[[object], Callable[[], float]] = untimed
+  """Gives the seconds that the devices take for what is dispatched (`DeviceClock.timed`)."""
 
-  def sample(self, params: Parameters, batch: int, number: int) -> "Unrewarded":
-    """Samples the completions of microbatch `number` of a batch of completions.
+  def sample(self, params: Parameters, batch: int, number: int) -> Unrewarded:
+    """Dispatches the sampling of microbatch `number` of a batch of completions.
 
     Raises:
       UserError: a prompt is too long.
-      TrainingDivergedError: the policy gives no probabilities.
     """
     plan = self.plan
     first = number * plan.prompts_per_microbatch
     begin = plan.first_prompt(batch) + first
     prompts = [self.prompts(index) for index in range(begin, begin + plan.prompts_per_microbatch)]
-    began = time.perf_counter()
-    sampled = self.sampler(params, prompts, "rollout", batch, first)
-    seconds = time.perf_counter() - max(began, self.trained_until())
-    return Unrewarded(prompts, sampled, plan.first_completion(batch, number), seconds)
+    sampling = self.sampler.begun(params, prompts, "rollout", batch, first)
+    seconds = self.timed(sampling.samples)
+    return Unrewarded(prompts, sampling, plan.first_completion(batch, number), seconds)
 
-  def reward(self, unrewarded: "Unrewarded") -> Microbatch:
-    """Adds the advantages with which it is trained on.
+  def reward(self, unrewarded: Unrewarded) -> Microbatch:
+    """Waits for the completions, and adds the advantages with which they are trained on.
 
     Raises:
       UserError: a reward function fails, and reward_failure=stop.
+      TrainingDivergedError: the policy gives no probabilities.
     """
-    plan, sampled, began = self.plan, unrewarded.sampled, time.perf_counter()
+    plan, sampled = self.plan, self.sampler.completed(unrewarded.sampling)
+    began = time.perf_counter()
     scale, size = self.config.scale_rewards == "group", plan.num_generations
     first_group = unrewarded.first_completion // size
     scores = scored(self.rewards, unrewarded.prompts, sampled, first_group)
@@ -140,7 +148,7 @@ def step_values(all_counts: list[Counts], generations: int) -> dict[str, float]:
   rewards = np.concatenate([counts.rewards_B for counts in all_counts])
   live = np.concatenate([counts.live_G for counts in all_counts])
   within = rewards.reshape(-1, generations).std(1).mean()
-  rollout_seconds = sum(counts.rollout_seconds for counts in all_counts)
+  rollout_seconds = sum(counts.rollout_seconds() for counts in all_counts)
   tokens = sum(counts.num_tokens for counts in all_counts)
   return {
     "rl/reward": float(rewards.mean()),

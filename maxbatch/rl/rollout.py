@@ -2,8 +2,9 @@
 
 One thread, the training loop's, dispatches all that runs on the devices, in an order that follows from
 numbers alone (batch/rollout_order.py): programs that talk to each other are dispatched alike on all
-devices, and no lock is needed. What overlaps: rewards are formed in a thread of their own while the next
-microbatch is sampled and the one before is trained on, which the devices do after it was dispatched.
+devices, and no lock is needed. It waits for no completions: training on a microbatch is dispatched while the
+next one is sampled, and the one after it while that training is under way, so that devices go from
+one program to the next. Completions are read and rewarded in a thread of their own meanwhile.
 
 Devices that only sample (rollout_devices) share no program with those that train, so that no order
 between the two matters: they are fed by a thread of their own, one microbatch after the other, as far
@@ -24,6 +25,7 @@ from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.rollout_order import last_with_a_policy, sampled_before
 from maxbatch.core.plan import Position
 from maxbatch.hardware.sharding import put
+from maxbatch.models.registry import Parameters
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.microbatches import Microbatch, MicrobatchMaker, Unrewarded
 from maxbatch.rl.policies import Policies
@@ -69,6 +71,7 @@ class RolloutLoader:
     self._step, self._place = position.step, 0
     self._sampled = plan.first_microbatch(plan.batch_of_step(position.step))
     self._last = plan.first_microbatch(plan.num_batches) - 1
+    self._under_way: object = None
     self._ahead: collections.deque[Future[Microbatch]] = collections.deque()
     self._batch: list[Microbatch] = []
     self._rewards = ThreadPoolExecutor(1, thread_name_prefix="rewards")
@@ -135,13 +138,21 @@ class RolloutLoader:
       batch, place = self._plan.place_of_microbatch(self._sampled)
       params = self._policies.to_sample(self._plan.policy_of_batch(batch))
       if self._rollout:
-        sampled = self._rollout.submit(self._make.sample, params, batch, place)
+        sampled = self._rollout.submit(self._sample, params, batch, place)
         self._ahead.append(self._rewards.submit(self._rewarded, sampled))
       else:
         self._await_policy(batch)
-        unrewarded = self._make.sample(params, batch, place)
+        unrewarded = self._sample(params, batch, place)
         self._ahead.append(self._rewards.submit(self._make.reward, unrewarded))
       self._sampled += 1
+
+  def _sample(self, params: Parameters, batch: int, place: int) -> Unrewarded:
+    """Dispatches the sampling of a microbatch once that of the one before has ended, so that the devices hold
+    keys and values of one at a time."""
+    jax.block_until_ready(self._under_way)
+    unrewarded = self._make.sample(params, batch, place)
+    self._under_way = unrewarded.sampling.samples
+    return unrewarded
 
   def _rewarded(self, sampled: Future[Unrewarded]) -> Microbatch:
     return self._make.reward(sampled.result())

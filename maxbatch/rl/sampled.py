@@ -4,6 +4,7 @@ B completions, P places of prompts, N of completions, V vocabulary.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -15,12 +16,13 @@ from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import TrainingDivergedError, UserError
+from maxbatch.hardware.devices import Device
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.rl.completions import Rollout
 from maxbatch.rl.prompts import Prompt
 from maxbatch.sampling.choice import Choice, Vocabulary
 from maxbatch.sampling.requests import PromptEncoder
-from maxbatch.sampling.sampler import Prompts, Sampler, sample
+from maxbatch.sampling.sampler import Prompts, Sampler, Samples, sample
 from maxbatch.sampling.text import choice_of, text_after, vocabulary_of
 
 Part = Literal["rollout", "evaluation"]
@@ -36,6 +38,17 @@ class Sampled(NamedTuple):
   """The completions, without what ended them."""
   ended_B: np.ndarray
   """bool: whether they ended by themselves, and are not cut off."""
+
+
+class Sampling(NamedTuple):
+  """Completions that the devices are at."""
+
+  batch: int
+  ids: Sequence[Sequence[int]]
+  """Of each completion's prompt."""
+  prompts_BP: np.ndarray
+  lengths_B: np.ndarray
+  samples: Samples
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,16 +76,32 @@ class CompletionSampler:
       UserError: a prompt is too long.
       TrainingDivergedError: the policy gives no probabilities.
     """
+    return self.completed(self.begun(params, prompts, part, batch, first))
+
+  def begun(
+    self, params: Parameters, prompts: Sequence[Prompt], part: Part, batch: int, first: int
+  ) -> Sampling:
+    """Dispatches what `__call__` samples, and does not wait for it; raises UserError if a prompt is
+    too long."""
     ids = [self._encoded(prompt.text) for prompt in prompts for _ in range(self.num_generations)]
     lengths_B = np.array([len(each) for each in ids], np.int32)
     tokens_BP = np.zeros((len(ids), self.max_prompt_length), np.int32)
     for row_P, each in zip(tokens_BP, ids, strict=True):
       row_P[len(row_P) - len(each) :] = each
     numbers = np.arange(len(ids), dtype=np.uint32)
-    key = jax.random.fold_in(jax.random.key(self.seed), _TAGS[part])
     completions = numbers // self.num_generations + first, numbers % self.num_generations
-    given = Prompts(tokens_BP, lengths_B, _keys(key, np.uint32(batch), *completions))
-    result = jax.device_get(sample(self.sampler, params, given, self.vocabulary))
+    # By the host, as devices make no keys before they have ended what they are at.
+    with jax.default_device(_host()):
+      key = jax.random.fold_in(jax.random.key(self.seed), _TAGS[part])
+      keys_B = jax.device_put(_keys(key, np.uint32(batch), *completions), _host())
+    given = Prompts(tokens_BP, lengths_B, keys_B)
+    samples = sample(self.sampler, params, given, self.vocabulary)
+    return Sampling(batch, ids, tokens_BP, lengths_B, samples)
+
+  def completed(self, sampling: Sampling) -> Sampled:
+    """Waits for what `begun` has dispatched; raises TrainingDivergedError if the policy gives no
+    probabilities."""
+    result, batch = jax.device_get(sampling.samples), sampling.batch
     if not np.isfinite(result.log_probs_BN).all():
       raise TrainingDivergedError(
         f"batch {batch}: the policy that samples gives no finite log-probabilities; a lower "
@@ -81,10 +110,10 @@ class CompletionSampler:
     kept = zip(result.tokens_BN, result.lengths_B, result.ended_B, strict=True)
     texts = [
       text_after(self.tokenizer, each, row_N[: length - ended])
-      for each, (row_N, length, ended) in zip(ids, kept, strict=True)
+      for each, (row_N, length, ended) in zip(sampling.ids, kept, strict=True)
     ]
     completions = result.tokens_BN, result.lengths_B, result.log_probs_BN, result.kept_BNW
-    rollout = Rollout(tokens_BP, lengths_B, *completions)
+    rollout = Rollout(sampling.prompts_BP, sampling.lengths_B, *completions)
     return Sampled(rollout, texts, result.ended_B)
 
   def longest(self, prompts: Sequence[Prompt]) -> int:
@@ -104,6 +133,15 @@ class CompletionSampler:
         "max_target_length that leaves as many tokens to completions as before"
       )
     return ids
+
+
+@functools.cache
+def _host() -> Device | None:
+  """Returns the host as a device; None: JAX_PLATFORMS leaves it out."""
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError:
+    return None
 
 
 @jax.jit

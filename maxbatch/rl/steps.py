@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 import jax
@@ -14,21 +14,19 @@ from maxbatch.precision.formats import compute_format
 from maxbatch.rl.grpo import LARGEST_GAP, MODEL_METRICS
 from maxbatch.rl.microbatches import Counts, step_values
 from maxbatch.run_folder.metrics import Record
-from maxbatch.training.step import StepMetrics
 
 
-class TrainingClock:
-  """Waits for each dispatch of training in a thread; a context manager.
+class DeviceClock:
+  """Waits, in a thread, for all that is dispatched to the devices, in that order; a context manager.
 
-  Devices run their programs in the order of dispatch: a microbatch is trained on from its dispatch on,
-  or from the end of the one before, and what is sampled after it begins at its end. (The CPU runs both
-  at once, and then both count in full.)
+  Devices run their programs in the order of dispatch: one begins when it is dispatched, or at the end of
+  the one before. (A CPU that is one device runs several at once; the later then counts from the end of
+  the earlier.)
   """
 
   def __init__(self) -> None:
     """Starts with nothing under way."""
-    self._waiting = ThreadPoolExecutor(1, thread_name_prefix="training_clock")
-    self._times: list[Future[float]] = []
+    self._waiting = ThreadPoolExecutor(1, thread_name_prefix="device_clock")
     self._ended = 0.0
 
   def __enter__(self) -> Self:
@@ -37,20 +35,12 @@ class TrainingClock:
   def __exit__(self, *_: object) -> None:
     self._waiting.shutdown(wait=False, cancel_futures=True)
 
-  def dispatched(self, metrics: StepMetrics) -> None:
-    """Takes note of a microbatch whose training is under way from now on."""
-    self._times.append(self._waiting.submit(self._until, metrics.loss, time.perf_counter()))
+  def timed(self, result: object) -> Callable[[], float]:
+    """Takes note of what was dispatched last; returns what waits for it, and gives the seconds that the
+    devices took."""
+    return self._waiting.submit(self._until, result, time.perf_counter()).result
 
-  def last_end(self) -> float:
-    """Returns when the last training ended that has, by time.perf_counter."""
-    return self._ended
-
-  def seconds(self) -> float:
-    """Returns the seconds of the training dispatched since this was last asked; waits for it."""
-    times, self._times = self._times, []
-    return sum(each.result() for each in times)
-
-  def _until(self, result: jax.Array, dispatched: float) -> float:
+  def _until(self, result: object, dispatched: float) -> float:
     jax.block_until_ready(result)
     began, self._ended = max(dispatched, self._ended), time.perf_counter()
     return self._ended - began
@@ -64,28 +54,25 @@ by rounding, at temperature 1."""
 class StepRecords:
   """Completes the records of steps."""
 
-  def __init__(
-    self,
-    plan: RLPlan,
-    config: Config,
-    feed_watchdog: Callable[[], None],
-    train_seconds: Callable[[], float],
-  ):
+  def __init__(self, plan: RLPlan, config: Config, feed_watchdog: Callable[[], None]):
     """Knows of no step.
 
     Args:
       plan: the run's.
       config: the run.
       feed_watchdog: is told that the run goes on.
-      train_seconds: how long the devices trained since it was last asked.
     """
     self._plan, self._config, self._feed_watchdog = plan, config, feed_watchdog
-    self._train_seconds = train_seconds
+    self._trained: list[Callable[[], float]] = []
     self._counts: dict[int, list[Counts]] = {}
 
   def note(self, step: int, counts: list[Counts]) -> None:
     """Takes note of what the microbatches of a step count; steps are numbered from 0."""
     self._counts[step] = counts
+
+  def trained(self, seconds: Callable[[], float]) -> None:
+    """Takes note of a microbatch whose training is dispatched, for so many seconds."""
+    self._trained.append(seconds)
 
   def goes_on(self) -> None:
     """Takes note that completions were sampled and rewarded."""
@@ -110,7 +97,7 @@ class StepRecords:
     made = values["rl/rollout_seconds"] + values["rl/reward_seconds"]
     if not plan.begins_batch(step):
       made = 0.0  # It was made for the first step on the batch.
-    train = self._train_seconds()
+    train, self._trained = sum(seconds() for seconds in self._trained), []
     hidden, shorter = made + train - record["step_seconds"], min(made, train)
     own = {
       "rl/train_seconds": train,

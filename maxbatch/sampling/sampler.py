@@ -135,7 +135,8 @@ def stream(
     last = end_of_cache if is_cached else sampler.max_new_tokens
     number = min(number + chunk, last, sampler.max_new_tokens)
     state, cache = _write(sampler, params, texts, state, cache, np.int32(number))
-    ended = bool(state.ended_B.all())
+    # Nobody waits for the last tokens: who samples dispatches what comes after them.
+    ended = number < sampler.max_new_tokens and bool(state.ended_B.all())
     yield state.samples(B)
 
 
