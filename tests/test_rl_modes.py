@@ -31,6 +31,7 @@ from maxbatch.modes.method import Purpose
 from maxbatch.plan import main as plan_command
 from maxbatch.rl import rollout_program as rollout_reports
 from maxbatch.rl import tuning
+from maxbatch.rl.candidates import rl_sizes_of
 from maxbatch.rl.method import GRPO
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rollout_program import (
@@ -45,6 +46,8 @@ from maxbatch.rl.trainer import build_policy_trainer
 from maxbatch.rl.tuning import rl_report_or_refusal
 from maxbatch.training.build import step_rows
 from maxbatch.training.step import Trainer
+from maxbatch.tuning.exploration import Exploration
+from maxbatch.tuning.search import ProbeResult, Tried
 
 CHECKS = ["configuration", "rollout plan", "batch plan", "mesh", "model", "memory", "learning rate"]
 CHECKS += ["prompts", "rewards", "sampler", "step", "folder", "checkpoints", "resume"]
@@ -97,7 +100,10 @@ def test_everything_is_checked_and_nothing_compiled(tmp_path):
     (["reward_functions=[vowels:none]"], "reward_functions"),
     (["device_memory_gb=0.0002"], "policies 44,224 bytes"),
     (["gns_from_microbatches=true", "micro_batch_size=16"], "gns_from_microbatches=true with"),
-    (["micro_batch_size={explore: {min: 100}}"], "allowed: 8, 16 completions; for example"),
+    (
+      ["micro_batch_size={explore: {min: 2000}}"],
+      "allowed: 8, 16, 32, 64, 128, 256, 512, 1024 com",
+    ),
   ],
 )
 def test_what_would_stop_a_run_is_said_before(tmp_path, keys, said):
@@ -275,6 +281,31 @@ def test_a_given_microbatch_is_held_to_device_memory_gb_with_its_rollout(
   assert not list(tmp_path.rglob("checkpoints")), "nothing was trained"
   with pytest.raises(UserError, match="no smaller one fits; what helps"):
     resolved(of("micro_batch_size=8", f"device_memory_gb={1 / 2**30}"), find_devices(of()))
+
+
+def test_explore_tries_powers_of_two_beside_the_divisors_of_the_step():
+  """Each with the prompts that it needs: which size is fast does not depend on the batch."""
+  config = of("batch_size=6", "micro_batch_size={explore: {max: 64}}")
+  layout = find_devices(config).layout
+  sizes = rl_sizes_of(config, layout)
+  # Of 24 completions; the nearest that 16 divides are 32.
+  assert [(one.micro_batch, one.batch_size, one.batch_is_near) for one in sizes] == [
+    *[(8, 6, False), (16, 8, True), (24, 6, False), (32, 8, True), (64, 16, True)]
+  ]
+  for one in sizes:
+    plan = plan_rl(one.applied_to(config), layout)
+    assert (plan.micro_batch, plan.batch_size) == (one.micro_batch, one.batch_size)
+    assert plan.num_microbatches == one.num_microbatches
+  tried = tuple(
+    Tried(one, ProbeResult(1, 2, fits=True, seconds_per_microbatch=1.0)) for one in sizes
+  )
+  said = str(Exploration(len(tried), tried))
+  assert "micro_batch_size=64 does not divide the batch that is given; the nearest" in said
+  assert "does is batch_size=16. For the one given, 6, the fastest is 24." in said
+  error = of("batch_size=6", "micro_batch_size=explore", "num_prompts=6", "leftover_prompts=error")
+  assert [one.micro_batch for one in rl_sizes_of(error, layout)] == [8, 24]
+  auto = of("batch_size=6", "micro_batch_size=auto")
+  assert [one.micro_batch for one in rl_sizes_of(auto, layout)] == [8, 24]
 
 
 def test_what_is_timed_is_not_skipped():

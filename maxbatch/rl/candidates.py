@@ -4,18 +4,28 @@ import dataclasses
 from fractions import Fraction
 from typing import ClassVar
 
-from maxbatch.batch.rl_plan import plan_rl
+from maxbatch.batch.rl_plan import RLPlan, plan_rl
 from maxbatch.batch.rl_sizes import halving_micro_batch_sizes, micro_batch_sizes
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.tuning.candidates import Candidate, asked, in_range, with_size
+from maxbatch.tuning.candidates import (
+  LEAST_TOKENS,
+  Candidate,
+  asked,
+  in_range,
+  with_batch,
+  with_powers_of_two,
+  with_size,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class RLCandidate(Candidate):
   """A size where a sample is a completion: micro_batch_size counts those of all devices."""
+
+  num_generations: int = 1
 
   unit: ClassVar[str] = "completions"
   unit_of_microbatch: ClassVar[str] = "completions per microbatch"
@@ -26,6 +36,11 @@ class RLCandidate(Candidate):
     return Fraction(self.micro_batch)
 
   @property
+  def batch_size(self) -> int:
+    """Prompts of a step."""
+    return self.batch // self.num_generations
+
+  @property
   def words(self) -> str:
     """The size with its unit."""
     return counted(self.micro_batch, "completion")
@@ -34,6 +49,9 @@ class RLCandidate(Candidate):
 def rl_sizes_of(config: Config, training: Topology) -> tuple[RLCandidate, ...]:
   """Returns the sizes that a run of reinforcement learning can have, ascending: whole groups.
 
+  They divide the step; explore tries powers of two besides, each with the step nearest to the one that is
+  given.
+
   Args:
     config: counts prompts; micro_batch_size is auto or explore.
     training: the devices that train.
@@ -41,12 +59,12 @@ def rl_sizes_of(config: Config, training: Topology) -> tuple[RLCandidate, ...]:
   Raises:
     UserError: other keys contradict each other, or no size lies in the range.
   """
-  whole, noise = plan_rl(config, training), config.noise.gns_from_microbatches
-  sizes_of_step = halving_micro_batch_sizes if noise else micro_batch_sizes
-  plans = [
-    plan_rl(dataclasses.replace(config, batch=with_size(config.batch, Fraction(size))), training)
-    for size in sizes_of_step(whole.completions_per_step, whole.topology)
-  ]
+  whole = plan_rl(config, training)
+  least = Fraction(LEAST_TOKENS * training.num_devices, config.batch.max_target_length)
+  divisors = map(Fraction, micro_batch_sizes(whole.completions_per_step, whole.topology))
+  sizes = with_powers_of_two(config.batch, [*divisors], Fraction(whole.topology.unit), least)
+  tried = (_planned(config, training, whole, int(size)) for size in sizes)
+  plans = [plan for plan in tried if plan]
   if not plans:
     raise UserError(
       f"gns_from_microbatches=true: with no size of {asked(config.batch)} can a step of "
@@ -60,7 +78,27 @@ def rl_sizes_of(config: Config, training: Topology) -> tuple[RLCandidate, ...]:
       micro_batch=plan.micro_batch,
       batch=plan.completions_per_step,
       max_target_length=plan.batch_plan.max_target_length,
+      batch_is_near=plan.completions_per_step != whole.completions_per_step,
+      num_generations=plan.num_generations,
     )
     for plan in plans
   ]
   return in_range(config.batch, allowed)
+
+
+def _planned(config: Config, training: Topology, whole: RLPlan, size: int) -> RLPlan | None:
+  """Returns the plan of the step nearest to the whole one that a microbatch divides; None: such a run
+  cannot be, or its noise scale not be measured."""
+  given = whole.completions_per_step
+  near = max(1, round(Fraction(given, size))) * size
+  measured = config.noise.gns_from_microbatches
+  if measured and size not in halving_micro_batch_sizes(near, whole.topology):
+    return None
+  batch = with_size(config.batch, Fraction(size))
+  if near == given:
+    return plan_rl(dataclasses.replace(config, batch=batch), training)
+  batch = with_batch(batch, near // whole.num_generations)
+  try:
+    return plan_rl(dataclasses.replace(config, batch=batch), training)
+  except UserError:
+    return None  # Prompts or budget do not divide into such steps.

@@ -29,7 +29,7 @@ from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import pipeline_of
 
 _BEYOND_SHARE = 4
-_LEAST_TOKENS = 2048
+LEAST_TOKENS = 2048
 """Without a range, explore tries sizes up to so many times what the batch is on each device, or so many
 tokens of a device."""
 _MOST_TOKENS = 1 << 17
@@ -76,6 +76,11 @@ class Candidate:
     return f"{counted(self.per_device, 'sample')} per device"
 
   @property
+  def batch_size(self) -> int:
+    """The step as the key batch_size counts it."""
+    return self.batch
+
+  @property
   def device_tokens(self) -> Fraction:
     """Tokens of one microbatch on one device."""
     return self.per_device * self.max_target_length
@@ -84,7 +89,7 @@ class Candidate:
     """Returns the configuration with this choice made."""
     batch = with_size(config.batch, self.size)
     if self.batch_is_near:
-      batch = _with_batch(batch, self.batch)
+      batch = with_batch(batch, self.batch_size)
     config = dataclasses.replace(config, batch=batch)
     model, keys = config.model, config.compile
     if self.remat_policy:
@@ -134,10 +139,10 @@ def with_size(batch: BatchConfig, per_device: Fraction) -> BatchConfig:
   return dataclasses.replace(batch, micro_batch_size=per_device)
 
 
-def _with_batch(batch: BatchConfig, samples: int) -> BatchConfig:
+def with_batch(batch: BatchConfig, batch_size: int) -> BatchConfig:
   """Returns the configuration with this batch, whichever key gave it."""
   return dataclasses.replace(
-    batch, batch_size=samples, global_batch_to_train=-1, tokens_per_step=-1
+    batch, batch_size=batch_size, global_batch_to_train=-1, tokens_per_step=-1
   )
 
 
@@ -154,12 +159,13 @@ def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[
   given = given_sizes(batch)
   _check_open(batch, given)
   if not given.batch:
-    sizes = _powers_of_two(batch, topology, Fraction(_MOST_TOKENS, batch.max_target_length))
+    most = Fraction(_MOST_TOKENS, batch.max_target_length)
+    sizes = _powers_of_two(batch, per_device_size(1, topology), most)
   else:
-    sizes = _divisors(given, topology)
-    if isinstance(batch.micro_batch_size, Explore):
-      most = max(_BEYOND_SHARE * sizes[-1], Fraction(_LEAST_TOKENS, batch.max_target_length))
-      sizes = sorted({*sizes, *_powers_of_two(batch, topology, most)})
+    least = Fraction(LEAST_TOKENS, batch.max_target_length)
+    sizes = with_powers_of_two(
+      batch, _divisors(given, topology), per_device_size(1, topology), least
+    )
   allowed = _with_a_plan(batch, run, topology, sizes)
   return in_range(batch, allowed)
 
@@ -238,9 +244,26 @@ def _divisors(given: GivenSizes, topology: Topology) -> list[Fraction]:
   return [per_device_size(each, topology) for each in divisors(rows)]
 
 
-def _powers_of_two(batch: BatchConfig, topology: Topology, most: Fraction) -> list[Fraction]:
-  """Returns per-device sizes of 1, 2, 4, … samples per group, at most explore's max or `most`, at least two."""
-  sizes = [per_device_size(1, topology), per_device_size(2, topology)]
+def with_powers_of_two(
+  batch: BatchConfig, divisors: Sequence[Fraction], first: Fraction, least: Fraction
+) -> list[Fraction]:
+  """Returns the sizes that divide a batch; where they are explored, with powers of two of the smallest.
+
+  Args:
+    batch: its keys.
+    divisors: ascending.
+    first: the smallest size that the devices divide.
+    least: up to which size powers of two are tried whatever the batch.
+  """
+  if not isinstance(batch.micro_batch_size, Explore):
+    return list(divisors)
+  most = max(_BEYOND_SHARE * divisors[-1], least)
+  return sorted({*divisors, *_powers_of_two(batch, first, most)})
+
+
+def _powers_of_two(batch: BatchConfig, first: Fraction, most: Fraction) -> list[Fraction]:
+  """Returns sizes of 1, 2, 4, … times the first, at most explore's max or `most`, at least two."""
+  sizes = [first, first * 2]
   top = batch.micro_batch_size.max if isinstance(batch.micro_batch_size, Explore) else -1
   most = most if top == -1 else Fraction(top)
   while sizes[-1] * 2 <= most:
@@ -265,7 +288,7 @@ def _with_a_plan(
     is_near = wanted is not None and nearest != wanted
     sized = with_size(batch, size)
     try:
-      plan = plan_batches(_with_batch(sized, nearest) if is_near else sized, run, topology)
+      plan = plan_batches(with_batch(sized, nearest) if is_near else sized, run, topology)
     except UserError as error:
       problem = problem or error
       continue

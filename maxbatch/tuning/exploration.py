@@ -115,10 +115,12 @@ class Exploration:
     if self.best is None or not self.best.candidate.batch_is_near:
       return []
     exact = next((one for one in self.ranked if not one.candidate.batch_is_near), None)
-    given = f", {exact.candidate.batch:,}, the fastest is {exact.size}" if exact else " none fits"
+    given = (
+      f", {exact.candidate.batch_size:,}, the fastest is {exact.size}" if exact else " none fits"
+    )
     return [
       f"micro_batch_size={self.best.size} does not divide the batch that is given; the nearest that it "
-      f"does is batch_size={self.best.candidate.batch}. For the one given{given}."
+      f"does is batch_size={self.best.candidate.batch_size}. For the one given{given}."
     ]
 
 
