@@ -414,7 +414,7 @@ def test_a_tpu_has_what_its_compiler_allows(generation):
 
 
 def test_another_device_is_asked(monkeypatch):
-  gpu = device("NVIDIA H200", "gpu")
+  gpu = device("NVIDIA V100", "gpu")
   local = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 77})
   monkeypatch.setattr(jax, "local_devices", lambda: [local])
   assert capacity_bytes([gpu], 0) == 77
@@ -422,7 +422,7 @@ def test_another_device_is_asked(monkeypatch):
   with pytest.raises(UserError) as error:
     capacity_bytes([gpu], 0)
   assert str(error.value) == (
-    "NVIDIA H200 does not say how much memory it has; set device_memory_gb, for example "
+    "NVIDIA V100 does not say how much memory it has; set device_memory_gb, for example "
     "device_memory_gb=16"
   )
 

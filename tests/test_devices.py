@@ -51,7 +51,7 @@ def test_the_default_takes_the_accelerator_that_is_there(monkeypatch):
   # jax prefers an accelerator unless it is told a platform: which one, is left to it.
   asked = []
   monkeypatch.setattr(devices, "platforms", lambda: "")
-  monkeypatch.setattr(devices, "keep_tpu_library_quiet", lambda: None)
+  monkeypatch.setattr(devices, "keep_libraries_quiet", lambda: None)
   monkeypatch.setattr(devices.jax.config, "update", lambda *change: asked.append(change))
   monkeypatch.setattr(devices.jax, "devices", lambda: [_Accelerator()] * 4)
   there = devices.find_devices(load_config(["config=base"]))
@@ -110,7 +110,7 @@ def test_what_the_environment_says_goes_before(monkeypatch):
   for name in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
     monkeypatch.setenv(name, "")
     monkeypatch.delenv(name)
-  devices.keep_tpu_library_quiet()
+  devices.keep_libraries_quiet()
   assert os.environ["TPU_WORKER_HOSTNAMES"] == "host7"
   assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"
 

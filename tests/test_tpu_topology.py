@@ -265,7 +265,10 @@ def test_unknown_slices_list_the_known(tmp_path, capsys):
     "compile_topology=v5e-128. Known: 1, 4, 8, 16, 32, 64, 128, 256\n"
   )
   printed = refused(capsys, tmp_path, compile_topology="v9-4")
-  assert "Known: v4-4096, v5p-17920, v5e-256, v6e-256, tpu7x-18432 and smaller" in printed
+  assert (
+    "Known: v4-4096, v5p-17920, v5e-256, v6e-256, tpu7x-18432, a100-16384, h100-16384, h200-16384, "
+    "b200-16384, gb200-16344 and smaller" in printed
+  )
 
 
 def test_without_the_compiler_the_way_to_it_is_named(tmp_path, capsys, monkeypatch):

@@ -3,11 +3,12 @@
 import contextlib
 import dataclasses
 import math
+import os
 import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +19,12 @@ from maxbatch.config.schema import CompileConfig, Config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.data.rows import Rows, RowSource
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import chip_for
+from maxbatch.estimate import hlo
+from maxbatch.estimate.chips import GPU_DATA, PREALLOCATED, chip_for
+from maxbatch.estimate.gpu_memory import left_out
 from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags, bypassed
 from maxbatch.hardware.devices import Device, machine_bytes
+from maxbatch.hardware.tpu_slices import slice_named
 from maxbatch.training.build import step_rows, streams, traced_step
 from maxbatch.training.state import TrainState, is_on_host
 from maxbatch.training.step import Trainer
@@ -73,6 +77,8 @@ class ProgramMemory:
   """At the worst moment."""
   host: int = 0
   """Host memory: what the step keeps there for this device."""
+  left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  """What a compiler for GPUs that are not here leaves out, by name; the peak has it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +110,11 @@ def compile_program(
   rows = step_rows(plan, trainer, source, micro_batch)
   traced = traced_step(trainer, rows)
   step, text = compiled(traced, config.compile, trainer.compiler_flags)
+  device = trainer.mesh.devices.flat[0]
   return CompiledProgram(
     step=step,
     rows=rows,
-    memory=memory_of(step, trainer.mesh.devices.flat[0].platform),
+    memory=_with_left_out(memory_of(step, device.platform), text, device.device_kind),
     flops=step_flops(traced.jaxpr).divided(trainer.mesh.size),
     compile_seconds=time.perf_counter() - began,
     text=text,
@@ -125,7 +132,7 @@ def compiled(
   """
   try:
     if keys.compile_topology:
-      return _compiled_elsewhere(traced.lower(), flags)
+      return _compiled_elsewhere(traced.lower(), keys, flags)
     # What is saved must come from the compiler, not from the compilation cache.
     with bypassed() if keys.save_compiled_step else contextlib.nullcontext():
       step = traced.lower().compile(flags.options)
@@ -136,19 +143,29 @@ def compiled(
 
 
 def _compiled_elsewhere(
-  lowered: jax.stages.Lowered, flags: CompilerFlags
+  lowered: jax.stages.Lowered, keys: CompileConfig, flags: CompilerFlags
 ) -> tuple[jax.stages.Compiled, str]:
   """Compiles for devices that are not here, with the text that the compiler writes to a folder.
 
   Asked for by as_text() instead, libtpu's text of some programs (gathers that a v6e leaves to its
-  SparseCore) cannot be read back by jaxlib.
+  SparseCore) cannot be read back by jaxlib, and that for GPUs leaves out what is inside of asynchronous
+  collectives, with their times.
   """
+  gpu = slice_named(keys.compile_topology).gpu
   with tempfile.TemporaryDirectory() as folder, bypassed():
-    options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} | (flags.options or {})
-    step = lowered.compile(compiler_options=options)
-    written = pathlib.Path(folder).glob("*after_codegen.txt")
-    text = max((file.read_text() for file in written), key=len, default="")
+    options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} | _estimating(gpu)
+    step = lowered.compile(compiler_options=options | (flags.options or {}))
+    name = "*gpu_after_optimizations.txt" if gpu else "*after_codegen.txt"
+    text = max((file.read_text() for file in pathlib.Path(folder).glob(name)), key=len, default="")
   return step, text or step.as_text() or ""
+
+
+def _estimating(gpu: str) -> dict[str, Any]:
+  """Returns the options with which XLA writes its estimates for GPUs of a generation into the text."""
+  # Of GPUs before Hopper it has no tables, and fails.
+  has_tables = gpu and GPU_DATA[gpu]["compute_capability"] >= [9, 0]
+  written = {"xla_syntax_sugar_async_ops": False} if gpu else {}
+  return written | ({"xla_gpu_collect_cost_model_stats": True} if has_tables else {})
 
 
 def memory_of(step: jax.stages.Compiled, platform: str) -> ProgramMemory:
@@ -164,6 +181,15 @@ def memory_of(step: jax.stages.Compiled, platform: str) -> ProgramMemory:
   peak = known.peak_memory_in_bytes if platform != "cpu" else 0
   host = known.host_temp_size_in_bytes + known.host_argument_size_in_bytes
   return ProgramMemory(*sizes, known.temp_size_in_bytes, peak or total, host)
+
+
+def _with_left_out(memory: ProgramMemory, text: str, device_kind: str) -> ProgramMemory:
+  """Adds what XLA does not know before it runs on a GPU."""
+  chip = chip_for(device_kind)
+  if chip is None or not chip.is_gpu:
+    return memory
+  known = left_out(hlo.parse(text), memory.peak)
+  return dataclasses.replace(memory, left_out=known, peak=memory.peak + sum(known.values()))
 
 
 def state_bytes(abstract: TrainState) -> StateBytes:
@@ -202,31 +228,53 @@ def _needed_bytes(message: str) -> int:
   return int(float(number) * _UNITS[unit])
 
 
+_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
 def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
   """Returns memory that one device may use.
 
   device_memory_gb where it is set; else what a TPU's compiler lets programs have, what another
   device reports, or, for CPU devices, the memory of the machine, or what its container allows,
-  divided by their number.
+  divided by their number. Of GPUs that are not here, the share of their memory that jax takes.
 
   Raises:
     UserError: none of these is known.
   """
   if device_memory_gb:
     return int(device_memory_gb * GIB)
-  first = devices[0]
+  first, local = devices[0], jax.local_devices()[0]
   if first.platform == "cpu":
     return machine_bytes() // jax.local_device_count()
   chip = chip_for(first.device_kind)
-  if chip is not None:
-    return chip.usable_bytes
-  reported = jax.local_devices()[0].memory_stats() or {}
+  if chip is not None and not (chip.is_gpu and local.device_kind == first.device_kind):
+    return int(chip.usable_bytes / PREALLOCATED * _taken()) if chip.is_gpu else chip.usable_bytes
+  reported = local.memory_stats() or {}
   if "bytes_limit" not in reported:
     raise UserError(
       f"{first.device_kind} does not say how much memory it has; set device_memory_gb, for example "
       "device_memory_gb=16"
     )
   return reported["bytes_limit"]
+
+
+def _taken() -> float:
+  """Returns the share of a GPU's memory that jax takes when it starts.
+
+  Raises:
+    UserError: the variable that says it is no share.
+  """
+  given = os.environ.get(_MEMORY_FRACTION, str(PREALLOCATED))
+  try:
+    share = float(given)
+  except ValueError:
+    share = 0.0
+  if not 0 < share <= 1:
+    raise UserError(
+      f"{_MEMORY_FRACTION}={given} is no share of a GPU's memory, above 0 and at most 1; for example "
+      f"{_MEMORY_FRACTION}=0.92"
+    )
+  return share
 
 
 def gib(size: float) -> str:

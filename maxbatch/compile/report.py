@@ -27,7 +27,7 @@ from maxbatch.data.input_report import InputReport
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import UNKNOWN_CHIP, Chip, chip_for
 from maxbatch.estimate.costs import OperationCost, program_costs
-from maxbatch.estimate.step_time import Exchange, StepEstimate, estimate
+from maxbatch.estimate.step_time import Exchange, StepEstimate, connected, estimate
 from maxbatch.training.step import Trainer
 
 _NUM_LARGEST = 8
@@ -173,6 +173,7 @@ class CompileReport:
         "rows": self.rows_bytes,
         "activations_and_temporaries": memory.temporaries,
         **({"rollout": self.sampling.beside_training} if self.sampling else {}),
+        **({"left_out_by_the_compiler": dict(memory.left_out)} if memory.left_out else {}),
         "peak": self.training_peak,
         "capacity": self.capacity_bytes,
         "host": memory.host,
@@ -246,6 +247,7 @@ class CompileReport:
       ("gradient accumulators", state.accumulators),
       ("rows of the step", self.rows_bytes),
       ("activations, temporaries", memory.temporaries),
+      *memory.left_out.items(),
       *([("policies and a rollout", self.sampling.beside_training)] if self.sampling else []),
       ("peak", self.training_peak),
     ]
@@ -330,7 +332,8 @@ class CompileReport:
     where = "each microbatch" if one.in_microbatch_loop else "each step"
     beside = "beside the work" if one.overlapped else "work waits"
     seconds = f", {one.seconds:.3g} s on the links (estimate)" if self.chip else ""
-    slices = ", across slices" if one.crosses_slices else ""
+    where_to = "hosts" if self.chip is not None and self.chip.is_gpu else "slices"
+    slices = f", across {where_to}" if one.crosses_slices else ""
     return (
       f"{where:<15}  {one.count:>5} × {one.kind:<19} {one.bytes / 1e9:9.4g} GB in groups of "
       f"{one.group_size}{slices}, {beside}{seconds}"
@@ -361,7 +364,7 @@ def make_report(
     # Its loop of one trip is unrolled away, or holds only part: without this all would be the rest.
     costs = [dataclasses.replace(cost, in_microbatch_loop=True) for cost in costs]
     expected = StepFlops(per_microbatch=expected.total, rest=0.0)
-  per_slice = layout.devices_per_slice if layout.num_slices > 1 else None
+  per_slice = connected(layout, chip)
   work = estimate(costs, chip or UNKNOWN_CHIP, expected.per_microbatch, expected.rest, per_slice)
   time, not_estimated = None, ""
   if measured is not None:

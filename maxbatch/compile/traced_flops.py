@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from maxbatch.estimate.flops import SPLASH_PRODUCTS
+from maxbatch.estimate.flops import CUDNN_PRODUCTS, SPLASH_PRODUCTS, attention_pairs
 from maxbatch.estimate.step_work import tokens_seen
 from maxbatch.models.attention import sliding_layers
 from maxbatch.models.registry import Model
@@ -95,6 +95,8 @@ def _of_equation(equation: Any) -> _Places:
     return {(False, EVERY_TICK): _product(equation)}
   if name == "pallas_call":
     return {(False, EVERY_TICK): _splash(equation)}
+  if name.startswith("dot_product_attention_"):
+    return {(False, EVERY_TICK): _cudnn(equation)}
   if name == "while":
     return _moved(_flops(parameters["body_jaxpr"].jaxpr), in_loop=True)
   if name == "cond":
@@ -146,6 +148,15 @@ def _product(equation: Any) -> float:
   left = equation.invars[0].aval.shape
   result = math.prod(equation.outvars[0].aval.shape)
   return 2.0 * result * math.prod(left[axis] for axis in contracted)
+
+
+def _cudnn(equation: Any) -> float:
+  """Returns the FLOPs of cuDNN's causal attention of one device's queries (B, T, N, H), keys (B, S, K, H)."""
+  count = CUDNN_PRODUCTS["backward" if "_bwd" in equation.primitive.name else "forward"]
+  B, T, N, H = equation.invars[0].aval.shape
+  window = equation.params["sliding_window_length"] or 0
+  pairs = attention_pairs(T, equation.invars[1].aval.shape[1], window)
+  return 2.0 * count * B * N * H * pairs
 
 
 def _splash(equation: Any) -> float:

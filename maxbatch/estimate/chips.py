@@ -1,18 +1,22 @@
-"""Published specifications of TPU generations, per device.
+"""Published specifications of TPU and GPU generations, per device.
 
-Bandwidths are sums over all links in one direction: half of a published bidirectional figure.
+Bandwidths are sums over all links in one direction: half of a published bidirectional figure. Those of
+GPUs are in gpus.json, with their sources.
 """
 
 import dataclasses
+import json
 import math
+import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 from maxbatch.command_line.screen import GIB
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One device as jax counts them: a chip of v4 to v6e, half a chip of tpu7x."""
+  """One device as jax counts them: a chip of v4 to v6e, half a chip of tpu7x, a GPU."""
 
   generation: str
   device_kind: str
@@ -22,20 +26,42 @@ class Chip:
   hbm_bytes: int
   """HBM, as published."""
   usable_bytes: int
-  """HBM that the compiler (libtpu 0.0.51) leaves to programs: its "available HBM"."""
+  """HBM that the compiler (libtpu 0.0.51) leaves to programs: its "available HBM". Of a GPU, the part that
+  jax takes for itself when it starts."""
   hbm_bandwidth: float
   """Bytes per second to and from HBM."""
   ici_bandwidth: float
-  """Bytes per second over all ICI links to other chips of the slice, in one direction."""
+  """Bytes per second over all ICI links to other chips of the slice, in one direction; of a GPU, over
+  NVLink to the other GPUs of its domain."""
   ici_links: int
   dcn_bandwidth: float
-  """Bytes per second to other slices: the host's network divided by its devices."""
+  """Bytes per second to other slices, or domains: the host's network divided by its devices."""
   clock: float
-  """Hz: converts the compiler's estimated cycles to seconds."""
+  """Hz: converts the compiler's estimated cycles to seconds; of GPUs it estimates microseconds."""
   matrix_unit: int
   """Width of the matrix unit (MXU); a narrower product leaves the rest of it idle."""
   tensor_cores: int = 1
   """Cores of the device, each with vector units of its own: 2 where jax counts a whole chip of two."""
+  domain: int = 0
+  """GPUs that NVLink connects; 0: a TPU, whose links connect a slice."""
+  attention: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict, hash=False)
+  """Shares of the peak that a GPU's attention kernels reach, by pass and width of a head."""
+  product_share: float = 1.0
+  """That which large products reach, where the compiler has no table of them."""
+  network_share: float = 1.0
+  """That of the network which NCCL reaches."""
+  launch: float = 0.0
+  """The least seconds of an operation."""
+
+  @property
+  def is_gpu(self) -> bool:
+    """Whether it is a GPU."""
+    return self.domain > 0
+
+  def attention_share(self, backward: bool, width: int) -> float:
+    """Returns the share of the peak that attention reaches: that of the nearest width published."""
+    rates = self.attention["backward" if backward else "forward"]
+    return rates[min(rates, key=lambda known: abs(int(known) - width))]
 
 
 _BIT = 1 / 8
@@ -125,6 +151,46 @@ CHIPS: Mapping[str, Chip] = {
 }
 
 
+GPU_DATA: Mapping[str, Mapping[str, Any]] = json.loads(
+  pathlib.Path(__file__).with_name("gpus.json").read_text(encoding="utf-8")
+)
+"""By generation, what a compiler is told of a GPU and what is published about it."""
+
+PREALLOCATED = 0.75
+"""The share of a GPU's memory that jax takes when it starts, unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+another. CUDA, NCCL and the libraries need some of the rest."""
+
+
+_NETWORK_SHARE = 0.85
+"""Bus bandwidth of NCCL over 400 Gb/s InfiniBand by its tests: 330 to 390 of 400 GB/s a host of eight."""
+_LAUNCH = 2e-6
+"""A kernel within a CUDA graph: NVIDIA names 1 to 2 µs; assumed, not measured here."""
+
+
+def _gpu(generation: str, known: Mapping[str, Any]) -> Chip:
+  return Chip(
+    generation=generation,
+    device_kind=known["name"],
+    peak_flops=known["peak_flops"],
+    hbm_bytes=known["device_memory_size"],
+    usable_bytes=int(PREALLOCATED * known["device_memory_size"]),
+    hbm_bandwidth=known["memory_bandwidth"],
+    ici_bandwidth=known["nvlink_bandwidth"],
+    # NVSwitch gives any pair the bandwidth of all links.
+    ici_links=1,
+    dcn_bandwidth=known["network_bandwidth"],
+    clock=1e6,
+    matrix_unit=1,
+    domain=known["gpus_per_domain"],
+    attention=known["attention"],
+    product_share=known["product_share"],
+    network_share=_NETWORK_SHARE,
+    launch=_LAUNCH,
+  )
+
+
+GPUS: Mapping[str, Chip] = {name: _gpu(name, known) for name, known in GPU_DATA.items()}
+
 UNKNOWN_CHIP = Chip(
   generation="",
   device_kind="",
@@ -143,4 +209,6 @@ UNKNOWN_CHIP = Chip(
 
 def chip_for(device_kind: str) -> Chip | None:
   """Returns the chip that jax calls `device_kind`; None if it is not listed."""
-  return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
+  return next(
+    (chip for chip in (*CHIPS.values(), *GPUS.values()) if chip.device_kind == device_kind), None
+  )

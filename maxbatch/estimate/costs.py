@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from maxbatch.estimate.flops import Frame, Products, products, trip_count
+from maxbatch.estimate.gpu_times import is_placeholder, overcharge
 from maxbatch.estimate.hlo import Computation, HloModule, Instruction, ReplicaGroups
 from maxbatch.estimate.traffic import COLLECTIVES, FREE, traffic
 
@@ -131,6 +132,8 @@ class Collective:
   slices: int = 1
   """The number of slices, where they communicate through their hosts. Each slice then runs a
   program of its own, and `groups` does not apply."""
+  cycles: float | None = None
+  """The compiler's estimate, which it has for GPUs; None if there is none."""
 
   @property
   def group_size(self) -> int:
@@ -161,7 +164,7 @@ class OperationCost:
   products: Products
   bytes: int
   """Read from and written to HBM."""
-  cycles: int | None
+  cycles: float | None
   """The compiler's estimate; None if there is none."""
   collective: Collective | None = None
   condition: str = ""
@@ -172,6 +175,8 @@ class OperationCost:
   """Loops around it, by op_name or name, that count as one trip for want of a readable count."""
   kind: Kind = "elementwise"
   """What it does, but for collectives."""
+  overcharge: int = 1
+  """How many times too long the estimate for a GPU is."""
 
   @property
   def flops(self) -> int:
@@ -290,6 +295,7 @@ def _operation(
     condition=place.condition,
     unread_loops=place.unread_loops,
     kind=kind_of(program, one),
+    overcharge=overcharge(program, within, one),
     overlapped="AsyncCollectiveStart" in targets or one.opcode.endswith(("-start", "send")),
   )
 
@@ -322,7 +328,7 @@ def _collective_cost(program: HloModule, within: Computation, one: Instruction) 
     each.opcode == "dynamic-slice" and one.name in each.operands for each in within
   ):
     kind = "reduce-scatter"
-  return Collective(kind, size, groups)
+  return Collective(kind, size, groups, cycles=one.cycles)
 
 
 def _send_cost(program: HloModule, within: Computation, one: Instruction) -> Collective:
@@ -340,13 +346,15 @@ def _send_cost(program: HloModule, within: Computation, one: Instruction) -> Col
   return Collective(kind[1].lower().replace("_", "-"), size, ReplicaGroups(()), count)
 
 
-def _cycles(program: HloModule, within: Computation, one: Instruction) -> int | None:
+def _cycles(program: HloModule, within: Computation, one: Instruction) -> float | None:
   """Returns the compiler's estimate of `one`, or of all matrix products in it."""
+  if is_placeholder(one):
+    return None
   if one.cycles is not None:
     return one.cycles
   if one.opcode not in _WRAPPERS:
     return None
-  total = 0
+  total = 0.0
   for body in program.called_by(one):
     for inner in body:
       cycles = _cycles(program, body, inner)

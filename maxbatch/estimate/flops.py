@@ -186,6 +186,9 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _BATCH_GROUPS = re.compile(r"batch_group_count=(\d+)")
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:matmul|gemm)|__onednn\$matmul|EigenMatMul")
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
+_CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?(?:F8)?$")
+_LOGITS = re.compile(r'"intermediate_tensor_shape": ?\{[^{}]*?"dimensions": ?\[([^\]]*)\]')
+_SLIDING = re.compile(r'"sliding_window_length": ?"?(\d+)')
 
 # Matrix products per kernel. fwd: logits, weighted values. dq: logits, gradient of the weights,
 # gradient of the queries. dkv: logits, gradient of the weights, gradients of keys and values.
@@ -193,6 +196,14 @@ SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 # The fused backward kernel has the name of dkv but gives the queries' gradient too, in parts by blocks
 # of keys: logits and gradient of the weights are then formed once.
 _FUSED_SPLASH_PRODUCTS = 5
+CUDNN_PRODUCTS = {"forward": 2, "backward": 5}
+"""Those of cuDNN's attention; its backward pass forms logits and gradient of the weights once."""
+
+
+def attention_pairs(queries: int, keys: int, window: int) -> float:
+  """Returns the pairs of query and key that causal attention multiplies: half, or those in a window."""
+  half = queries * keys / 2
+  return min(half, window * queries - window * window / 2) if window else half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,10 +216,15 @@ class Products:
   """As computed; kernels also compute the upper half of the blocks on the diagonal."""
   width: int = 0
   """Attention kernels: head_dim, which fills only part of a wider matrix unit; 0 for others."""
+  backward: bool = False
+  """Of attention kernels, whether it is the backward pass."""
 
   def __add__(self, other: "Products") -> "Products":
     return Products(
-      self.flops + other.flops, self.executed + other.executed, max(self.width, other.width)
+      self.flops + other.flops,
+      self.executed + other.executed,
+      max(self.width, other.width),
+      self.backward or other.backward,
     )
 
 
@@ -300,9 +316,28 @@ def _custom_call(within: Computation, one: Instruction) -> Products:
     return _plain(stated)
   if _GEMM.search(one.target):
     return _plain(_dot_flops(within, one))
+  if cudnn := _CUDNN.search(one.target):
+    return _cudnn(within, one, backward=bool(cudnn[1]))
   if splash := _SPLASH.search(f"{one.name} {one.op_name}"):
     return _splash(within, one, SPLASH_PRODUCTS[splash[1]])
   return Products()
+
+
+def _cudnn(within: Computation, one: Instruction, *, backward: bool) -> Products:
+  """Counts the products of cuDNN's attention, whose configuration has the shape of the logits.
+
+  Queries, of any layout, are the first operand; masks other than causal ones are taken for such.
+  """
+  logits, window = _LOGITS.search(one.attributes), _SLIDING.search(one.attributes)
+  queries = within.operand(one, 0)
+  if logits is None or queries is None:
+    return Products()
+  batch, heads, rows, columns = (int(size) for size in re.findall(r"\d+", logits[1]))
+  width = queries.shapes[0].elements // (batch * heads * rows)
+  pairs = attention_pairs(rows, columns, int(window[1]) if window else 0)
+  count = CUDNN_PRODUCTS["backward" if backward else "forward"]
+  flops = int(2 * count * batch * heads * pairs * width)
+  return Products(flops, flops, width, backward)
 
 
 def _splash(within: Computation, one: Instruction, count: int) -> Products:

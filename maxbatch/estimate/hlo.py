@@ -134,6 +134,7 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+_MICROSECONDS = re.compile(r'"exec_time_us":([\d.e+-]+)[^{}]*"name":"sol"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _COST = re.compile(r'"?cost_estimate"?[:=]\{([^}]*)\}')
@@ -181,8 +182,9 @@ class Instruction:
   """Computations by the attribute that names them: calls, to_apply, body, condition, …"""
   op_name: str
   """jax's path of named scopes and transformations; empty if unknown."""
-  cycles: int | None
-  """The compiler's own estimate of one execution (TPU); None if it has none."""
+  cycles: float | None
+  """The compiler's own estimate of one execution, in cycles of a TPU or microseconds of a GPU; None if it
+  has none."""
   target: str
   """custom_call_target; empty for other instructions."""
 
@@ -355,7 +357,8 @@ def _instruction(name: str, text: str) -> Instruction:
     raise ValueError(f"this is no HLO instruction: %{name} = {text[:80]}")
   end = _closing(text, opcode.end() - 1)
   arguments, attributes = text[opcode.end() : end - 1], text[end:]
-  op_name, cycles = _OP_NAME.search(attributes), _CYCLES.search(attributes)
+  op_name = _OP_NAME.search(attributes)
+  cycles = _CYCLES.search(attributes) or _MICROSECONDS.search(attributes)
   target = _TARGET.search(attributes)
   return Instruction(
     name,
@@ -366,7 +369,7 @@ def _instruction(name: str, text: str) -> Instruction:
     attributes,
     {key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in _CALLED.findall(attributes)},
     op_name[1] if op_name else "",
-    int(cycles[1]) if cycles else None,
+    float(cycles[1]) if cycles else None,
     target[1] if target else "",
   )
 

@@ -5,7 +5,10 @@ The model:
   longer of its matrix products at peak FLOPs and its bytes at HBM bandwidth. Attention kernels with
   heads narrower than the matrix unit are charged the whole unit.
 - A collective takes its bytes over the bandwidth of all ICI links of a chip, or of the data center
-  network if its group spans slices. Latency and links that stay idle are not modelled.
+  network if its group spans slices. Latency and links that stay idle are not modelled. Among GPUs of one
+  NVLink domain it takes what the compiler has measured; between domains, the network's published rate.
+- On GPUs attention kernels, and products of which the compiler has no time, run at published shares of
+  the peak, and no operation takes less than the launch of a kernel.
 - Operations run one after another, and a synchronous collective blocks them. Asynchronous
   collectives and copies overlap with the operations of the same loop body; only the excess counts.
 So the times of collectives, and of operations without the compiler's estimate, are lower bounds.
@@ -17,6 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
+from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.costs import Collective, OperationCost
 
@@ -197,6 +201,14 @@ def seconds_of(
   return _elapsed(costs, chip, devices_per_slice)[0].total
 
 
+def connected(layout: Topology, chip: Chip | None) -> int | None:
+  """Returns how many devices the fast links connect, where there are more: a slice's, or the GPUs of an
+  NVLink domain; None: all."""
+  if chip is not None and chip.is_gpu:
+    return chip.domain if layout.num_devices > chip.domain else None
+  return layout.devices_per_slice if layout.num_slices > 1 else None
+
+
 def _flops(costs: Iterable[OperationCost]) -> int:
   return sum(cost.flops * cost.count for cost in costs)
 
@@ -225,14 +237,23 @@ def _operation(cost: OperationCost, seconds: float) -> Operation:
 
 def _busy_seconds(cost: OperationCost, chip: Chip) -> float:
   """Returns seconds of one execution of an operation."""
-  if cost.cycles is not None:
-    return cost.cycles / chip.clock
-  return max(_product_seconds(cost, chip), cost.bytes / chip.hbm_bandwidth)
+  if cost.cycles is None:
+    least = max(_product_seconds(cost, chip), cost.bytes / chip.hbm_bandwidth)
+    return max(least, chip.launch)
+  seconds = cost.cycles / chip.clock
+  # A compiler that no longer charges too much would be faster than the peak if corrected.
+  right = seconds / cost.overcharge
+  return max(right if right * chip.peak_flops >= cost.flops else seconds, chip.launch)
 
 
 def _product_seconds(cost: OperationCost, chip: Chip) -> float:
   """Returns the seconds of one execution's matrix products; narrow kernels are charged the whole
-  unit."""
+  unit, or on GPUs what is published of them."""
+  if chip.is_gpu:
+    share = chip.product_share
+    if cost.products.width:
+      share = chip.attention_share(cost.products.backward, cost.products.width)
+    return cost.products.executed / chip.peak_flops / share
   width = cost.products.width
   rounded = -(-width // chip.matrix_unit) * chip.matrix_unit / width if width else 1.0
   return cost.products.executed * rounded / chip.peak_flops
@@ -245,12 +266,34 @@ def link_seconds(one: Collective, chip: Chip, devices_per_slice: int | None) -> 
   if size == 1:
     return 0.0
   crossing = one.crosses(devices_per_slice)
+  if chip.is_gpu and crossing:
+    return _between_hosts(one, chip)
+  if one.cycles is not None:
+    return one.cycles / chip.clock
   bandwidth = chip.dcn_bandwidth if crossing else chip.ici_bandwidth
   if one.kind in ("collective-permute", "collective-broadcast"):
     # Sent in one direction, to one neighbour: one link.
     return one.bytes / (bandwidth if crossing else bandwidth / chip.ici_links)
   times = 2 if one.kind == "all-reduce" else 1
   return times * one.bytes * (size - 1) / size / bandwidth
+
+
+def _between_hosts(one: Collective, chip: Chip) -> float:
+  """Returns the seconds of a collective of GPUs in several NVLink domains.
+
+  Each GPU has a port of its own, and those of a domain that take part carry the data together, so that
+  every domain receives what it lacks once (NCCL's rings and trees, with a ring for each port).
+  """
+  domains = [{gpu // chip.domain for gpu in group} for group in one.groups.groups]
+  ways = max(map(len, domains))
+  ports = min(
+    len(group) / len(hosts) for group, hosts in zip(one.groups.groups, domains, strict=True)
+  )
+  times = 2 if one.kind == "all-reduce" else 1
+  if one.kind in ("collective-permute", "collective-broadcast"):
+    return one.bytes / (chip.dcn_bandwidth * chip.network_share)
+  bandwidth = min(ports * chip.dcn_bandwidth * chip.network_share, chip.ici_bandwidth)
+  return times * one.bytes * (ways - 1) / ways / bandwidth
 
 
 def elapsed_by_operation(

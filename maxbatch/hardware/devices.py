@@ -1,6 +1,6 @@
-"""The devices that a command is about: present, simulated on the CPU, or a TPU slice by its name.
+"""The devices that a command is about: present, simulated on the CPU, or a TPU slice or GPUs by name.
 
-The TPU compiler runs on any machine. It describes a slice's devices, and programs can be compiled
+The compilers for TPUs and GPUs run on any machine. They describe devices, and programs can be compiled
 for these, but never run. Commands that look at no device count them (tpu_slices.py).
 
 The memory that processes may use is what a container's limit leaves of the machine's. Containers are control groups of the kernel, of version 2 (`memory.max`) or 1
@@ -28,6 +28,7 @@ from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.accelerators import advice, find_accelerators
+from maxbatch.hardware.cudnn import assume_cudnn
 from maxbatch.hardware.processes import check_joined, join
 from maxbatch.hardware.tpu_slices import SIMULATED_DEVICES, slice_named
 
@@ -93,6 +94,11 @@ _NO_TPU = {
   # Compiling holds no TPU, so nobody needs to be kept out.
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+_NO_GPU = {
+  # Else the plugin asks for CUDA's libraries, and a traceback says that it finds none.
+  "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+}
+_DRIVER = pathlib.Path("/dev/nvidiactl")
 
 
 _THREADS_EACH = 2
@@ -179,28 +185,50 @@ def start_devices(config: Config) -> Sequence[Device]:
   return devices
 
 
+@dataclasses.dataclass(frozen=True)
+class _Compiler:
+  """A compiler for devices that are not here."""
+
+  name: str
+  packages: tuple[str, ...]
+  """One of which must be installed."""
+  extra: str
+  machines: str
+
+
+_COMPILERS = {
+  "tpu": _Compiler("the TPU compiler", ("libtpu",), "tpu", "any x86-64 Linux machine"),
+  "cuda": _Compiler(
+    "XLA's compiler for NVIDIA GPUs",
+    ("jax_cuda13_plugin", "jax_cuda12_plugin"),
+    "gpu-compile",
+    "any Linux machine, without a GPU or driver",
+  ),
+}
+
+
 def topology_devices(name: str, num_slices: int = 1) -> Sequence[Device]:
-  """Returns the devices of `num_slices` TPU slices of this name, for compiling only.
+  """Returns the devices of `num_slices` TPU slices, or the GPUs, of this name, for compiling only.
 
   Raises:
-    UserError: there is no such slice, or the TPU compiler is not installed.
+    UserError: there is no such slice, or its compiler is not installed.
   """
-  slice_ = slice_named(name)
-  if importlib.util.find_spec("libtpu") is None:
+  slice_ = slice_named(name, num_slices)
+  needed = _COMPILERS[slice_.compiler]
+  if not any(importlib.util.find_spec(package) for package in needed.packages):
     raise UserError(
-      f"compile_topology={name} needs the TPU compiler, which is not installed; "
-      "pip install 'maxbatch[tpu]' installs it, on any x86-64 Linux machine"
+      f"compile_topology={name} needs {needed.name}, which is not installed; "
+      f"pip install 'maxbatch[{needed.extra}]' installs it, on {needed.machines}"
     )
-  keep_tpu_library_quiet()
+  keep_libraries_quiet()
   if not platforms():
     jax.config.update("jax_platforms", "cpu")
-  return topologies.get_topology_desc(
-    platform="tpu",
-    topology_name=slice_.topology_name,
-    chip_config_name=slice_.chip_config_name,
-    chips_per_host_bounds=slice_.chips_per_host_bounds,
-    num_slices=num_slices,
+  devices = topologies.get_topology_desc(
+    platform=slice_.compiler, **slice_.compiler_arguments(num_slices)
   ).devices
+  if slice_.gpu:
+    assume_cudnn()
+  return devices
 
 
 def describe_devices(devices: Sequence[Device]) -> str:
@@ -249,7 +277,7 @@ def _choose_platform(num_simulated_devices: int, num_processes: int) -> None:
   if not platforms():
     # Where jax finds a TPU it has named it there. Elsewhere it tries the TPU library all the same,
     # if only the compiler in it is wanted, and its complaints would come before our first line.
-    keep_tpu_library_quiet()
+    keep_libraries_quiet()
   if num_simulated_devices == -1 and _XLA_COUNT not in os.environ.get("XLA_FLAGS", ""):
     with contextlib.suppress(RuntimeError):  # jax has already started, with the devices it has.
       # Of the CPU; jax takes an accelerator before it.
@@ -294,9 +322,10 @@ def platforms() -> str:
   return jax.config.values["jax_platforms"] or ""
 
 
-def keep_tpu_library_quiet() -> None:
-  """Tells the TPU library, where there is no TPU, what it would otherwise look and wait for."""
-  for key, value in _NO_TPU.items():
+def keep_libraries_quiet() -> None:
+  """Tells the libraries of TPUs and GPUs, where there are none, what they would otherwise look and wait
+  for."""
+  for key, value in (_NO_TPU | ({} if _DRIVER.exists() else _NO_GPU)).items():
     os.environ.setdefault(key, value)
 
 

@@ -1,8 +1,11 @@
-"""TPU slices by name: devices, hosts and the TPU compiler's names. No jax, no device access.
+"""TPU slices and GPUs by name: devices, hosts and their compiler's names. No jax, no device access.
 
 The names and shapes are those of the public pages on TPU v4, v5e, v5p, v6e and TPU7x
 (docs.cloud.google.com/tpu/docs) and of MaxText's accelerator_to_spec_map.py. A host is a virtual
 machine, which runs one process: a physical v5e or v6e host of 8 chips is two of 4 in larger slices.
+
+GPUs are named by their number, as h100-64: of one host up to 8 (gb200: 4), then whole hosts (gb200 beyond
+72: whole racks). How many a host has, and what the compiler must know of one, is in estimate/gpus.json.
 
 Devices as mere numbers, for commands that look at none and start no jax.
 """
@@ -10,6 +13,7 @@ Devices as mere numbers, for commands that look at none and start no jax.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from maxbatch.batch.from_config import given_sizes, is_rl, topology, training_devices
 from maxbatch.config.find import did_you_mean, shown
@@ -17,6 +21,8 @@ from maxbatch.config.schema import Config
 from maxbatch.core.solve import divisors, solve_num_devices
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
+from maxbatch.estimate.chips import GPU_DATA
+from maxbatch.hardware.gpu_description import described
 
 Shape = tuple[int, int, int]
 
@@ -37,6 +43,8 @@ class Family:
   chip_config_name: str
   chips: tuple[int, ...]
   """The standard sizes in chips, ascending."""
+  gpus_per_host: int = 0
+  """0: these are TPUs."""
 
   @property
   def sizes(self) -> tuple[int, ...]:
@@ -68,20 +76,38 @@ FAMILIES = {
     (1, *_LESS_THAN_A_CUBE, *_UP_TO_96_CUBES, *_cubes(108, 128, 140, 144)),
   ),
 }
+
+
+_MOST_GPUS = 16384
+
+
+def _gpus(generation: str) -> Family:
+  known = GPU_DATA[generation]
+  host, domain = known["gpus_per_host"], known["gpus_per_domain"]
+  small = [count for count in (1, 2, 4) if count < host]
+  within = range(host, domain + 1, host)
+  sizes = (*small, *within, *range(2 * domain, _MOST_GPUS + 1, domain))
+  return Family(generation, 1, 1, 1, "", sizes, host)
+
+
+FAMILIES |= {generation: _gpus(generation) for generation in GPU_DATA}
 _ALIASES = {"v5litepod": "v5e"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-  """The devices and hosts of one or several slices, and the TPU compiler's description of one."""
+  """The devices and hosts of one or several slices, or of GPUs, and the compiler's description of one."""
 
   num_devices: int
   num_hosts: int
   topology_name: str
-  """The generation and the shape in chips, as v5e:16x16 or v5:4x4x8."""
+  """The generation and the shape in chips, as v5e:16x16 or v5:4x4x8; of GPUs partitions, hosts and GPUs of
+  a host: 1x8x8."""
   chip_config_name: str
   """megacore where the two TensorCores of a chip are one device, else default."""
   chips_per_host_bounds: Shape
+  gpu: str = ""
+  """Generation of GPUs; empty: TPUs."""
 
   def times(self, count: int) -> "Slice":
     """Returns the devices and hosts of `count` such slices together."""
@@ -89,13 +115,47 @@ class Slice:
       self, num_devices=self.num_devices * count, num_hosts=self.num_hosts * count
     )
 
+  @property
+  def compiler(self) -> str:
+    """The platform whose compiler it is for, as jax calls it: tpu or cuda."""
+    return "cuda" if self.gpu else "tpu"
 
-def slice_named(name: str) -> Slice:
-  """Returns the slice that a name such as v5e-256 or v5p-128 means.
+  @property
+  def platform(self) -> str:
+    """What jax says of such a device: tpu or gpu."""
+    return "gpu" if self.gpu else "tpu"
+
+  @property
+  def device_kind(self) -> str:
+    """What jax calls such a GPU; of TPUs the slice."""
+    return GPU_DATA[self.gpu]["name"] if self.gpu else self.topology_name
+
+  @property
+  def compute_capability(self) -> str:
+    """That of GPUs, as 9.0; empty: TPUs."""
+    return ".".join(map(str, GPU_DATA[self.gpu]["compute_capability"])) if self.gpu else ""
+
+  def compiler_arguments(self, num_slices: int) -> dict[str, Any]:
+    """Returns what jax's get_topology_desc takes beside the platform."""
+    if self.gpu:
+      return {"topology": self.topology_name, "target_config": described(self.gpu)}
+    return {
+      "topology_name": self.topology_name,
+      "chip_config_name": self.chip_config_name,
+      "chips_per_host_bounds": self.chips_per_host_bounds,
+      "num_slices": num_slices,
+    }
+
+
+def slice_named(name: str, num_slices: int = 1) -> Slice:
+  """Returns the slice that a name such as v5e-256 or v5p-128 means, or the GPUs of h100-64.
+
+  Args:
+    num_slices: of TPUs, which are asked for together; the result is one of them.
 
   Raises:
     UserError: there is no such generation or no standard slice of this size; offers the nearest
-      and lists the known ones.
+      and lists the known ones. Or several slices of GPUs.
   """
   generation, _, size = name.partition("-")
   family = FAMILIES.get(_ALIASES.get(generation, generation))
@@ -104,17 +164,31 @@ def slice_named(name: str) -> Slice:
       f"compile_topology={shown(name)}: unknown slice.{did_you_mean(generation, FAMILIES)} "
       f"Known: {', '.join(f'{key}-{known.sizes[-1]}' for key, known in FAMILIES.items())} and smaller"
     )
+  if family.gpus_per_host and num_slices > 1:
+    raise UserError(
+      f"compile_topology_num_slices={num_slices}: GPUs are named by their number on all hosts, as "
+      f"compile_topology={generation}-{2 * family.gpus_per_host}; leave out "
+      "compile_topology_num_slices"
+    )
   wanted = int(size) if size.isdecimal() and len(size) < 10 else 0
   if wanted not in family.sizes:
     near = min(family.sizes, key=lambda known: abs(known - wanted))
     raise UserError(
-      f"compile_topology={shown(name)}: {generation} has no slice of this size; "
+      f"compile_topology={shown(name)}: {_WHAT[family.gpus_per_host > 0].format(generation)}; "
       f"nearest: compile_topology={generation}-{near}. Known: {_as_ranges(family.sizes)}"
     )
   return _slice(family, wanted // family.named_units_per_chip)
 
 
+_WHAT = {False: "{} has no slice of this size", True: "{}s come in other numbers"}
+"""By whether they are GPUs."""
+
+
 def _slice(family: Family, chips: int) -> Slice:
+  if family.gpus_per_host:
+    each = min(chips, family.gpus_per_host)
+    hosts = chips // each
+    return Slice(chips, hosts, f"1x{hosts}x{each}", "", (each, 1, 1), family.compiler_name)
   if family.dimensions == 2:
     # The squarest rectangle with edges that are powers of two, the shorter first.
     short = 2 ** ((chips.bit_length() - 1) // 2)
@@ -209,7 +283,7 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
       f"leave out num_devices={num_devices}"
     )
   if name:
-    named = slice_named(name).times(slices)
+    named = slice_named(name, slices).times(slices)
     count, hosts = named.num_devices, named.num_hosts
   elif num_devices == -1:
     if is_rl(config.rl):

@@ -16,7 +16,7 @@ from maxbatch.config.schema import Config
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import Chip, chip_for
 from maxbatch.estimate.costs import program_costs
-from maxbatch.estimate.step_time import seconds_of
+from maxbatch.estimate.step_time import connected, seconds_of
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
 from maxbatch.hardware.sharding import replicated, rollout_mesh
@@ -222,7 +222,7 @@ class RolloutCompiler:
     program = compile_rollout(config, trainer, place)
     topology = place.plan.topology.training
     chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
-    per_slice = topology.devices_per_slice if topology.num_slices > 1 else None
+    per_slice = connected(topology, chip)
     state, parts = trainer.abstract, trainer.model.split(place.policy(trainer))
     report = rollout_report(
       program,

@@ -11,6 +11,7 @@ from maxbatch.core.plan import BatchPlan
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import MESH_AXES
+from maxbatch.hardware.tpu_slices import slice_named
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
@@ -43,9 +44,10 @@ def residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
 
 
 def _residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
-  on_tpu = config.compile.compile_topology != ""
-  kind = ("tpu", config.compile.compile_topology) if on_tpu else ("cpu", "cpu")
-  device = AbstractDevice(device_kind=kind[1], num_cores=1, platform=kind[0])
+  name = config.compile.compile_topology
+  there = slice_named(name) if name else None
+  kind, platform = (there.device_kind, there.platform) if there else ("cpu", "cpu")
+  device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
   mesh = AbstractMesh(
     tuple(plan.topology.shape[axis] for axis in MESH_AXES),
     MESH_AXES,
@@ -54,7 +56,7 @@ def _residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
   )
   length = config.batch.max_target_length
   policy, trainable = policy_of(config.precision), config.optimizer.trainable
-  model_config = resolve_attention(config.model, length, device, policy.compute)
+  model_config = resolve_attention(config.model, length, there or device, policy.compute)
   model = build_model(model_config, length, trainable=trainable, policy=policy)
   bind_layered(model, model.shapes())
   return stage_residual_bytes(

@@ -181,7 +181,8 @@ ERRORS = {
   ),
   "compile_topology=v5x-8": (
     "compile_topology=v5x-8: unknown slice. Did you mean v5p? "
-    "Known: v4-4096, v5p-17920, v5e-256, v6e-256, tpu7x-18432 and smaller"
+    "Known: v4-4096, v5p-17920, v5e-256, v6e-256, tpu7x-18432, a100-16384, h100-16384, "
+    "h200-16384, b200-16384, gb200-16344 and smaller"
   ),
   "num_hosts=3": "num_hosts=3 must divide the 8 devices evenly; for example num_hosts=2",
   "num_devices=many": (

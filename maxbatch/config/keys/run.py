@@ -134,10 +134,10 @@ class CompileConfig(Section, heading="before a run"):
   compile_only: bool = key(False, PER_START)
   """Compile the training step, write compile_report.txt and .json, then stop."""
   compile_topology: str = key("", PER_START)
-  """TPU slice to compile for without having one (v5e-256, v5p-128, v6e-64, …); empty: the devices
-  of this machine."""
+  """TPU slice or GPUs to compile for without having them (v5e-256, v5p-128, h100-64, b200-8, …);
+  empty: the devices of this machine."""
   compile_topology_num_slices: Annotated[int, Range(low=1, high=1024)] = key(1, PER_START, TOPOLOGY)
-  """Number of those slices, connected by the data center network."""
+  """Number of those TPU slices, connected by the data center network."""
   compiler_flags: str = key("none", PER_START)
   """XLA flags of steps and evaluations: none; published (for dense models on this TPU); a set's
   name (docs/yardstick.md); '--xla_…=…'; explore: tries all sets."""

@@ -1,0 +1,198 @@
+"""Compiled for GPUs that are not here, by XLA's own compiler for them, without a GPU or its driver."""
+
+import importlib.util
+import json
+import pathlib
+import re
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxbatch.compile.program import capacity_bytes
+from maxbatch.errors import UserError
+from maxbatch.estimate.chips import GPU_DATA, GPUS
+from maxbatch.hardware import cudnn, devices
+from maxbatch.hardware.compiler_flags import bypassed
+from maxbatch.hardware.devices import topology_devices
+from maxbatch.hardware.tpu_slices import slice_named
+from maxbatch.train import main
+
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+COMPILER = pytest.mark.skipif(
+  not any(importlib.util.find_spec(plugin) for plugin in PLUGINS),
+  reason="needs XLA's compiler for NVIDIA GPUs (extra: gpu-compile)",
+)
+GPT2 = {
+  "model_name": "gpt2-small",
+  "base_num_decoder_layers": 2,
+  "base_emb_dim": 128,
+  "base_num_query_heads": 2,
+  "base_num_kv_heads": 2,
+  "base_mlp_dim": 512,
+  "vocab_size": 2048,
+  "max_target_length": 128,
+  "per_device_batch_size": 2,
+  "packing": "false",
+}
+
+
+def command(folder: pathlib.Path, **keys: object) -> list[str]:
+  given = {
+    "dataset_type": "synthetic",
+    "dtype": "bfloat16",
+    "base_output_directory": folder,
+    "run_name": "run",
+  }
+  return ["config=base", *(f"{key}={value}" for key, value in (given | GPT2 | keys).items())]
+
+
+@COMPILER
+def test_a_step_is_compiled_for_two_hosts(tmp_path, capsys):
+  keys = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 8}
+  assert main(command(tmp_path, compile_only="true", compile_topology="h100-16", **keys)) == 0
+  (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())
+  memory, estimate = report["memory_bytes_per_device"], report["estimate"]
+  assert memory["capacity"] == GPUS["h100"].usable_bytes
+  assert set(memory["left_out_by_the_compiler"]) == {
+    "workspace of attention",
+    "workspace of cuBLAS",
+    "fragmentation",
+  }
+  held = memory["parameters"] + memory["optimizer_state"] + memory["accumulators"]
+  assert memory["peak"] > held + sum(memory["left_out_by_the_compiler"].values())
+  assert 0.97 < estimate["coverage"] < 1.03
+  assert estimate["compiler_share"] > 0.9
+  gathered = [one for one in report["collectives"] if one["kind"] == "all-gather"]
+  assert gathered
+  assert not any(one["crosses_slices"] for one in gathered)
+  gradients = max(
+    (one for one in report["collectives"] if one["kind"] == "all-reduce"),
+    key=lambda one: one["bytes"] * one["crosses_slices"],
+  )
+  assert (gradients["group_size"], gradients["in_microbatch_loop"]) == (2, False)
+  assert "in groups of 2, across hosts" in capsys.readouterr().out
+
+
+@COMPILER
+def test_what_does_not_fit_is_a_sentence(tmp_path, capsys):
+  keys = {"compile_topology": "a100-8", "device_memory_gb": 0.02}
+  assert main(command(tmp_path, compile_only="true", **keys)) == 2
+  error = capsys.readouterr().err
+  assert re.match(
+    r"error: per_device_batch_size=2: the step needs [\d.]+ GiB a device, which", error
+  )
+
+
+@COMPILER
+def test_all_is_checked_without_compiling(tmp_path, capsys):
+  keys = {"compile_topology": "gb200-4", "validate_only": "true"}
+  assert main(command(tmp_path, **keys)) == 0
+  assert "4 × NVIDIA GB200" in capsys.readouterr().out
+
+
+@COMPILER
+@pytest.mark.parametrize("name", ["a100-4", "h100-16", "h200-8", "b200-8", "gb200-72"])
+def test_the_compiler_takes_the_names_and_counts_the_same(name):
+  there, named = topology_devices(name), slice_named(name)
+  assert len(there) == named.num_devices
+  assert len({getattr(device, "process_index", 0) for device in there}) == named.num_hosts
+  assert {device.device_kind for device in there} == {named.device_kind}
+  assert {str(getattr(device, "compute_capability", "")) for device in there} == {
+    named.compute_capability
+  }
+
+
+def written_microseconds(generation: str, left: Any, result: Any) -> float:
+  """The compiler's time of a product of two matrices of 4096 by 4096, as it stands in the text."""
+  place = jax.sharding.SingleDeviceSharding(topology_devices(f"{generation}-1")[0])
+  matrix = jax.ShapeDtypeStruct((4096, 4096), left, sharding=place)
+  with bypassed():
+    lowered = jax.jit(lambda x, y: jnp.matmul(x, y, preferred_element_type=result)).lower(
+      matrix, matrix
+    )
+    text = lowered.compile({"xla_gpu_collect_cost_model_stats": True}).as_text() or ""
+  times = re.findall(r'"exec_time_us":([\d.]+)[^{}]*"name":"sol"', text)
+  return max(map(float, times))
+
+
+@COMPILER
+@pytest.mark.parametrize(
+  ("left", "result", "factor"), [("bfloat16", "float32", 64), ("float16", "float16", 8)]
+)
+def test_the_compiler_still_charges_too_much_for_types_outside_of_its_table(left, result, factor):
+  """If this fails, XLA is repaired: leave these types out of maxbatch/estimate/gpu_times.py."""
+  right = written_microseconds("h100", "bfloat16", "bfloat16")
+  assert 140 < right < 220
+  assert written_microseconds("h100", left, result) == pytest.approx(factor * right, rel=0.01)
+
+
+@COMPILER
+def test_the_compiler_still_has_no_tables_of_gpus_before_hopper():
+  """If this fails, XLA has them: let program.py ask for them."""
+  with pytest.raises(jax.errors.JaxRuntimeError, match="sm_80"):
+    written_microseconds("a100", "bfloat16", "bfloat16")
+
+
+def test_without_the_compiler_the_way_to_it_is_named(tmp_path, capsys, monkeypatch):
+  find = importlib.util.find_spec
+  monkeypatch.setattr(
+    importlib.util, "find_spec", lambda name, *_: None if name in PLUGINS else find(name)
+  )
+  assert main(command(tmp_path, compile_only="true", compile_topology="h100-8")) == 2
+  assert capsys.readouterr().err == (
+    "error: compile_topology=h100-8 needs XLA's compiler for NVIDIA GPUs, which is not installed; "
+    "pip install 'maxbatch[gpu-compile]' installs it, on any Linux machine, without a GPU or driver\n"
+  )
+  assert not (tmp_path / "run").exists()
+
+
+def gpu(kind: str, **more: Any) -> Any:
+  return types.SimpleNamespace(device_kind=kind, platform="gpu", **more)
+
+
+def test_jax_takes_a_share_of_a_gpu_that_is_not_here(monkeypatch):
+  there, total = [gpu("NVIDIA H200")], GPU_DATA["h200"]["device_memory_size"]
+  assert capacity_bytes(there, 0) == int(0.75 * total)
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+  assert capacity_bytes(there, 0) == pytest.approx(0.9 * total, abs=2)
+  assert capacity_bytes(there, 2) == 2 * 2**30
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
+  with pytest.raises(UserError, match="XLA_PYTHON_CLIENT_MEM_FRACTION=most is no share"):
+    capacity_bytes(there, 0)
+
+
+def test_a_gpu_that_is_here_is_asked(monkeypatch):
+  local = gpu("NVIDIA H200", memory_stats=lambda: {"bytes_limit": 77})
+  monkeypatch.setattr(jax, "local_devices", lambda: [local])
+  assert capacity_bytes([gpu("NVIDIA H200")], 0) == 77
+  assert capacity_bytes([gpu("NVIDIA B200")], 0) == GPUS["b200"].usable_bytes
+
+
+def test_cudnn_counts_as_installed_in_the_plugins_version(monkeypatch):
+  attention = cudnn.fused_attention_stablehlo
+  versions = types.SimpleNamespace(cudnn_build_version=lambda: 91200)
+
+  def missing() -> int:
+    raise RuntimeError("cuDNN not found.")
+
+  monkeypatch.setattr(cudnn, "cuda_versions", versions)
+  monkeypatch.setattr(attention, "check_cudnn_version", missing)
+  cudnn.assume_cudnn()
+  assert attention.check_cudnn_version() == 91200
+  monkeypatch.setattr(attention, "check_cudnn_version", lambda: 91500)
+  cudnn.assume_cudnn()
+  assert attention.check_cudnn_version() == 91500
+
+
+def test_the_plugin_alone_prints_no_traceback_where_there_is_no_gpu(monkeypatch, tmp_path):
+  monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+  monkeypatch.setattr(devices, "_DRIVER", tmp_path / "none")
+  devices.keep_libraries_quiet()
+  assert devices.os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] == "1"
+  monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+  monkeypatch.setattr(devices, "_DRIVER", tmp_path)
+  devices.keep_libraries_quiet()
+  assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in devices.os.environ
