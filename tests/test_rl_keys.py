@@ -13,7 +13,7 @@ REFUSED = {
     block_cross_document_attention=false sft_train_on_completion_only=true weights_column=w
     tokenize_train_data=false tokenize_eval_data=false dataset_path=x eval_dataset_path=x
     dataset_mixture=[[x,1]] mixture_schedule=[[9,1]] grain_train_mixture_config_path=x num_epoch=2
-    dataset_cache_directory=x grain_worker_count=1 grain_num_threads=2 loading_hosts=[0]
+    grain_worker_count=1 grain_num_threads=2 loading_hosts=[0]
     grain_prefetch_buffer_size=3 grain_per_worker_buffer_size=3 expansion_factor_real_data=2
     eval_per_device_batch_size=1 per_device_batch_size_start=2 per_device_batch_size_increment=2
     global_rampup_samples=9 batch_schedule_file=x batch_schedule_unit=steps batch_schedule_length=9
@@ -60,6 +60,9 @@ EFFECTIVE = f"""
   loss_scale_backoff_factor max_consecutive_skipped_steps metrics_writers write_report
 """
 
+SAID = "dataset_cache_directory"
+"""Keys without effect that change nothing of the training: named at the start."""
+
 KEYS = """config=base num_generations=4 batch_size=4 accumulation=streamed rl_task=format
   reward_functions=[exact]"""
 
@@ -77,6 +80,14 @@ def test_keys_without_effect_are_refused_by_name(others):
   _check(*others.split())
 
 
+def test_a_folder_for_caches_is_named_and_refuses_no_run():
+  [line] = without_effect(load_config([*KEYS.split(), "dataset_cache_directory=tokens"]))
+  assert line == (
+    "Without effect: dataset_cache_directory=tokens, with num_generations=4; there is one with "
+    "num_generations=-1"
+  )
+
+
 def _check(*keys: str) -> None:
   config = load_config([*KEYS.split(), *keys])
   without_effect(config)
@@ -86,5 +97,5 @@ def _check(*keys: str) -> None:
 def test_every_key_is_refused_or_has_an_effect():
   refused = {each.partition("=")[0] for keys in REFUSED.values() for each in keys.split()}
   model = {key for key, (section, _) in schema.fields().items() if section == "model"}
-  result = refused | model | set(f"{ELSEWHERE} {NOISE} {EFFECTIVE}".split())
+  result = refused | model | set(f"{ELSEWHERE} {NOISE} {EFFECTIVE} {SAID}".split())
   assert result == set(schema.fields())

@@ -31,6 +31,7 @@ from maxbatch.config.keys.read_when import (
   TEXT_FILES,
   TEXT_OR_OWN_PROMPTS,
   THREADS,
+  TOKENIZED_TEXT,
   VOCABULARY,
   WORKERS,
 )
@@ -53,7 +54,7 @@ class DataConfig(Section, heading="the data"):
   )
   """Share of the bytes held out for validation: whole files, and the end of large ones; 0: no
   validation."""
-  dataset_cache_directory: Path = key("", CHANGEABLE, TEXT, REAL_DATA)
+  dataset_cache_directory: Path = key("", CHANGEABLE, TOKENIZED_TEXT, REAL_DATA)
   """Folder of the token caches; empty: the user's cache folder."""
   tokenizer_type: Name = key("byte", FIXED)
   """byte: a token per byte; huggingface: tokenizer.json; sentencepiece: its model file; tiktoken:

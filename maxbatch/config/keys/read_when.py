@@ -4,6 +4,8 @@ from maxbatch.config.declare import besides, when
 
 # What a run trains on.
 TEXT = when({"num_generations": -1}, refuses=True)
+# A folder for caches says nothing of the training, and stands in files that commands share.
+TOKENIZED_TEXT = when({"num_generations": -1})
 RL = when({"num_generations": besides(-1, like=8)})
 ROLLOUTS = when({"num_generations": besides(-1, like=8)}, refuses=True)
 TEXT_OR_OWN_PROMPTS = when({"num_generations": -1}, {"rl_task": ""}, refuses=True)
