@@ -13,14 +13,13 @@ what other runs have compiled or explored.
 import functools
 import os
 import pathlib
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from effective_batch import EffectiveBatch, effective_batch
-from fit_step_rates import chosen_steps, ratios, read, table, work_of_step
+from fit_step_rates import chosen_share, chosen_steps, ratios, read, table, work_of_step
 
 from maxbatch.config.load import load_config
 from maxbatch.core.keys import text
@@ -68,14 +67,7 @@ def work_of(model: str) -> StepWork:
 def effective(model: str, place: str) -> EffectiveBatch | None:
   """What the model runs best with on the slice."""
   chip = CHIPS[place.partition("-")[0]]
-  return effective_batch(work_of(model), chip, slice_named(place).num_devices, bias=chosen_bias())
-
-
-@functools.cache
-def chosen_bias() -> float:
-  """Returns speed as compiled over speed as estimated: the mean of the steps that were compiled since their
-  estimates were the fastest, 1 without any."""
-  return statistics.mean([ratios(step, step_rates())[0] for step in chosen_steps()] or [1.0])
+  return effective_batch(work_of(model), chip, slice_named(place).num_devices)
 
 
 def row(model: str, place: str) -> str:
@@ -127,7 +119,7 @@ def chosen_table() -> Iterator[str]:
       f"| {step.name} | {estimate.utilisation:.1%} | {estimate.utilisation * time:.1%} | {time:.2f} | "
       f"{estimate.peak_bytes / GIB:.3g} GiB | {step.peak_bytes / GIB:.3g} GiB | {peak:.2f} |"
     )
-  yield f"| mean | | | {chosen_bias():.2f} | | | |"
+  yield f"| mean | | | {chosen_share(step_rates()):.2f} | | | |"
 
 
 def compile_row(model: str, place: str) -> None:

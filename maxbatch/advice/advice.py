@@ -26,8 +26,8 @@ from maxbatch.batch_rules.rule import data_factor, data_overhead_of
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.estimate.best_split import BatchSplit
-from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
+from maxbatch.estimate.best_split import BatchSplit, choosable
+from maxbatch.estimate.step_roofline import StepRoofline
 
 _NEAR = 1.25
 """So near another batch is as good as the one that the rules say: they agree no better."""
@@ -167,7 +167,7 @@ def _step(
   asked: Asked, split: BatchSplit, per_device: Fraction, num_microbatches: int
 ) -> StepRoofline:
   assert asked.place is not None
-  return step_roofline(
+  return choosable(
     asked.work, asked.place.chip, split.mesh, per_device, num_microbatches, split.remat
   )
 
@@ -323,6 +323,7 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
       "tokens_per_second": planned.tokens_per_second() if seconds else None,
       "utilisation": advice.here.split.step.utilisation if advice.here else None,
       "limited_by": advice.here.split.step.limited_by if advice.here else None,
+      "how": advice.here.split.step.how if advice.here else None,
     },
     "neighbours": [one.as_dict() for one in advice.neighbours],
     "frontier": [one.as_dict() for curve in advice.curves for one in curve.points],

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from maxbatch.advice.advice import Advice, Planned
+from maxbatch.advice.slices import used
 from maxbatch.advice.words import DAY, percent, short, span, times
 
 _IDLE = 0.9
@@ -19,7 +20,7 @@ def limits(advice: Advice, planned: Planned) -> Iterator[str]:
     step = advice.here.split.step
     yield (
       f"The step is limited by {step.limited_by}: utilisation "
-      f"{percent(step.utilisation)}, memory {percent(step.peak_bytes / step.capacity_bytes)}."
+      f"{used(step)}, memory {percent(step.peak_bytes / step.capacity_bytes)}."
     )
   per_parameter = asked.training.tokens_per_parameter
   if per_parameter < 1:
@@ -56,26 +57,25 @@ def _batch_and_slice(advice: Advice) -> Iterator[str]:
   here = advice.here
   assert here
   [own] = [curve for curve in advice.curves if curve.place == here.place] or [None]
-  best = max(
-    (one.split.step.utilisation for curve in advice.curves for one in curve.points), default=0.0
-  )
+  steps = [one.split.step for curve in advice.curves for one in curve.points]
+  best = max(steps, key=lambda step: step.utilisation, default=here.split.step)
   wanted = float(advice.asked.own_batch or advice.size.tokens / advice.asked.length)
   if here.split.batch > 1.25 * wanted:
     yield (
       f"The slice is large for the data: it divides no batch between {wanted:,.0f} samples, which the "
       f"rules ask for, and {here.split.batch:,}."
     )
-  if here.split.step.utilisation < _IDLE * best:
+  if here.split.step.utilisation < _IDLE * best.utilisation:
     yield (
       f"The batch is small for this slice: its chips wait (utilisation "
-      f"{percent(here.split.step.utilisation)}, on fewer chips or with more samples {percent(best)})."
+      f"{used(here.split.step)}, on fewer chips or with more samples {used(best)})."
     )
   elif own and own.fastest.split.batch < here.split.batch:
     fast = own.fastest
     saved = 1 - fast.tokens / here.tokens
     yield (
       f"More batch than this slice needs: {fast.split.batch:,} samples keep its chips as busy "
-      f"({percent(fast.split.step.utilisation)}) and reach the same loss with {percent(saved)} less "
+      f"({used(fast.split.step)}) and reach the same loss with {percent(saved)} less "
       f"data, {span(fast.days)} instead of {span(here.days)}; data_overhead={fast.data_overhead:.2g} "
       f"asks for that. It takes {short(fast.steps)} steps instead of {short(here.steps)}, which matters "
       "only on more chips."

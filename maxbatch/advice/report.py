@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from maxbatch.advice.advice import Advice, Planned
 from maxbatch.advice.batch_size import Measured, Said
 from maxbatch.advice.limits import limits
-from maxbatch.advice.slices import Point
+from maxbatch.advice.slices import Point, about, used
 from maxbatch.advice.words import DAY, money, percent, short, span, times, wrapped
 from maxbatch.batch_rules.published import RULES
 from maxbatch.batch_rules.rule import BatchRule, Fitted, RateRule, Rule, Training, steps_factor
@@ -80,7 +80,8 @@ def _trust(split: BatchSplit) -> str:
   is."""
   if split.step.how == "compiled":
     return "as it was compiled"
-  return f"estimated without compiling, ±{percent(step_rates().spread['seconds'])}"
+  spread = percent(step_rates().spread["seconds"])
+  return f"estimated without compiling, {step_rates().chosen:.2g} of what is counted, ±{spread}"
 
 
 def _costs(advice: Advice, planned: Planned) -> Iterator[str]:
@@ -90,8 +91,8 @@ def _costs(advice: Advice, planned: Planned) -> Iterator[str]:
   hours, price = asked.place.chips * planned.seconds / 3600, asked.wishes.price_per_chip_hour
   split = advice.here.split
   yield from wrapped(
-    f"{planned.plan.steps:,} steps in {span(days)}, {planned.tokens_per_second():,.0f} tokens/s, "
-    f"utilisation {percent(split.step.utilisation)} ({_trust(split)})"
+    f"{planned.plan.steps:,} steps in {about(split.step)}{span(days)}, {planned.tokens_per_second():,.0f} tokens/s, "
+    f"utilisation {used(split.step)} ({_trust(split)})"
   )
   cost = f", {money(hours * price)} at {price:g} an hour" if price else ""
   yield f"  {hours:,.3g} chip hours{cost}" if hours < 100 else f"  {hours:,.0f} chip hours{cost}"
@@ -255,8 +256,9 @@ def _split(advice: Advice) -> Iterator[str]:
   step = split.step
   yield from wrapped(
     f"{counted(split.num_microbatches, 'microbatch', 'microbatches')} of "
-    f"{advice.sizes.micro_batch:,} samples, {step.step_seconds:.3g} s a step, about "
-    f"{gib_of(step.peak_bytes, step.capacity_bytes)}, limited by {step.limited_by}"
+    f"{advice.sizes.micro_batch:,} samples, "
+    f"{about(step)}{step.step_seconds:.3g} s a step, about {gib_of(step.peak_bytes, step.capacity_bytes)}, "
+    f"limited by {step.limited_by}"
   )
   own = advice.asked.own_batch
   exact = float(own or advice.size.tokens / advice.asked.length)
@@ -286,7 +288,7 @@ def _points(points: Sequence[Point], advice: Advice) -> list[str]:
         short(one.steps),
         f"{one.days:.3g}",
         short(one.chip_hours),
-        percent(one.split.step.utilisation),
+        used(one.split.step),
         *([short(one.cost)] if priced else []),
         f"{'*' if is_taken else ' '}{mark}",
       ]
@@ -299,7 +301,8 @@ def _frontier(advice: Advice) -> Iterator[str]:
   yield from _points([one for curve in advice.curves for one in curve.points], advice)
   yield from wrapped(
     "* the batch that is advised. knee: where a percent of time costs a percent of data. Of "
-    "seven batches, those that take more data and no less time than a smaller one are left out."
+    "seven batches, those that take more data and no less time than a smaller one are left out. "
+    f"≈ not compiled: {step_rates().chosen:.2g} of the speed that is counted, as the best of many estimates is too good."
   )
 
 

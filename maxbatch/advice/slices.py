@@ -5,16 +5,27 @@ import functools
 from collections.abc import Sequence
 
 from maxbatch.advice.asked import Asked, Place
-from maxbatch.advice.words import DAY
+from maxbatch.advice.words import DAY, percent
 from maxbatch.batch_rules.rule import data_factor, data_overhead_of
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
+from maxbatch.estimate.step_roofline import StepRoofline
 from maxbatch.estimate.step_work import StepWork
 
 _LADDER = (0.25, 0.5, 2 / 3, 1.0, 4 / 3, 2.0, 4.0)
 """Batches that the frontier looks at, as multiples of the one that is advised."""
 _ENOUGH = 2
 """Batches in a row that are slower than a smaller one: larger ones are too, once the chips are busy."""
+
+
+def about(step: StepRoofline) -> str:
+  """Returns the mark of what was not compiled."""
+  return "" if step.how == "compiled" else "≈ "
+
+
+def used(step: StepRoofline) -> str:
+  """Returns the utilisation: 60% where it was compiled, ≈ 54% elsewhere."""
+  return f"{about(step)}{percent(step.utilisation)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +72,7 @@ class Point:
       "utilisation": self.split.step.utilisation,
       "peak_bytes": self.split.step.peak_bytes,
       "limited_by": self.split.step.limited_by,
+      "how": self.split.step.how,
       "is_knee": self.is_knee,
     }
 

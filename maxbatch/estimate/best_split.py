@@ -4,7 +4,9 @@
     found.keys        # what to set: ici_fsdp_parallelism=256, micro_batch_size=4, …
     found.step        # a StepRoofline: seconds, memory, what limits
 
-Every split is estimated (step_roofline.py), some hundred in a fraction of a second.
+Every split is estimated (step_roofline.py), some hundred in a fraction of a second, unless this very step
+has been compiled. The best of so many estimates is one of those that err in its favour, and far beyond what
+was compiled they say nothing: `choosable` takes out the one, `is_near_compiled` refuses the other.
 """
 
 import dataclasses
@@ -18,12 +20,15 @@ from maxbatch.core.solve import nearest_batches, splits_of
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip
+from maxbatch.estimate.compiled_steps import most_compiled_tokens
 from maxbatch.estimate.step_roofline import StepRoofline, step_rates, step_roofline
 from maxbatch.estimate.step_work import RematPolicy, StepWork
 
 REMAT_POLICIES: tuple[RematPolicy, ...] = ("none", "minimal", "full")
 _MOST_TENSOR = 8
 """Devices that share a layer: over more the sums of activations take longer than the products."""
+_MOST_EXTRAPOLATED = 2
+"""Times the tokens that a device had in any compiled step: far beyond, memory was off by a half."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +131,39 @@ def splits(
   num_slices: int = 1,
   policies: Sequence[RematPolicy] = REMAT_POLICIES,
 ) -> list[BatchSplit]:
-  """Returns every split of a batch, fitting or not, the fastest first; arguments as `best_split`."""
+  """Returns every split of a batch that can be judged, fitting or not, the fastest first; arguments as
+  `best_split`."""
   results = [
-    BatchSplit(mesh, batch, size, count, remat, step_roofline(work, chip, mesh, size, count, remat))
+    BatchSplit(mesh, batch, size, count, remat, choosable(work, chip, mesh, size, count, remat))
     for mesh in meshes(work, devices_per_slice, num_slices)
     for size, count in splits_of(batch, mesh)
     for remat in policies
   ]
-  return sorted(results, key=lambda one: one.step.step_seconds)
+  known = [one for one in results if is_near_compiled(work, one)]
+  return sorted(known, key=lambda one: one.step.step_seconds)
+
+
+def choosable(
+  work: StepWork,
+  chip: Chip,
+  mesh: Topology,
+  per_device: Fraction,
+  num_microbatches: int,
+  remat: RematPolicy,
+) -> StepRoofline:
+  """Returns a step that is one of many to choose from: as compiled, or estimated, without the bias that the
+  choice gives an estimate; arguments as `step_roofline`."""
+  step = step_roofline(work, chip, mesh, per_device, num_microbatches, remat)
+  return step if step.how == "compiled" else step.at_share(step_rates().chosen)
+
+
+def is_near_compiled(work: StepWork, split: BatchSplit) -> bool:
+  """Returns whether a split was compiled, gives a device at most twice the tokens of any step that was, or
+  is the smallest of its mesh."""
+  rows = split.per_device * split.mesh.num_devices / split.mesh.num_batch_groups
+  tokens = split.per_device * work.length
+  is_near = tokens <= _MOST_EXTRAPOLATED * most_compiled_tokens()
+  return is_near or rows <= 1 or split.step.how == "compiled"
 
 
 def divisible_batches(

@@ -125,6 +125,14 @@ def compiled_steps() -> tuple[CompiledStep, ...]:
 
 
 @functools.cache
+def most_compiled_tokens() -> int:
+  """Returns the most tokens that a microbatch had on one device, of the steps from which the rates are."""
+  return max(
+    int(step.length * Fraction(step.per_device)) for step in compiled_steps() if not step.chosen
+  )
+
+
+@functools.cache
 def _by_key() -> Mapping[_Key, CompiledStep]:
   return _keyed(compiled_steps())
 

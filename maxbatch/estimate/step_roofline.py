@@ -61,6 +61,9 @@ class StepRates:
   step estimated with rates from the steps of all other models."""
   cases: int
   """Compiled steps from which the rates are."""
+  chosen: float = 1.0
+  """Speed as compiled over speed as estimated, of steps that were compiled since their estimates were the
+  fastest of all: the mean."""
 
 
 @functools.cache
@@ -175,6 +178,19 @@ class StepRoofline:
   def fits(self) -> bool:
     """Whether the peak is within the capacity."""
     return self.free_bytes >= 0
+
+  def at_share(self, share: float) -> "StepRoofline":
+    """Returns the same step at this share of its speed: every time is 1/share as long."""
+    return dataclasses.replace(
+      self,
+      step_seconds=self.step_seconds / share,
+      microbatch_seconds=self.microbatch_seconds / share,
+      rest_seconds=self.rest_seconds / share,
+      utilisation=self.utilisation * share,
+      tokens_per_second=self.tokens_per_second * share,
+      parts={part: seconds / share for part, seconds in self.parts.items()},
+      limits=_scaled(self.limits, 1 / share),
+    )
 
 
 def step_roofline(
