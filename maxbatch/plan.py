@@ -31,6 +31,7 @@ from maxbatch.tuning.candidates import (
   asked,
   default_batch_note,
   is_open,
+  offer_of_auto,
   offered,
   sizes_of,
   with_default_batch,
@@ -78,6 +79,7 @@ def _plan(arguments: Arguments[PlanArguments]) -> None:
   if own.plot:
     check_picture_file("--plot", own.plot, "batch")
   report = make_report(config, count_devices(config, own.num_devices, own.num_hosts))
+  report = dataclasses.replace(report, offer=offer_of_auto(config, arguments.configuration))
   if own.plot:
     chart = plan_chart(report.plan, report.rate)
     write_output("--plot", own.plot, picture(config.run.run_name, [chart]))

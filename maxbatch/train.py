@@ -42,7 +42,7 @@ def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
   with refusing_together(arguments.configuration):
     config = load_config(arguments.configuration)
     check_supervised(config.rl)
-    if purpose_of(config) is Purpose.RUN:
+    if purpose_of(config, arguments.configuration) is Purpose.RUN:
       check_learned(*run(config, retune=arguments.own.retune))
     else:
       prepare_only(config, retune=arguments.own.retune)

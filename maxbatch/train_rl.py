@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(arguments: Arguments[TrainRLArguments]) -> None:
   with refusing_together(arguments.configuration):
     config = load_config(arguments.configuration)
-    if purpose_of(config) is not Purpose.RUN:
+    if purpose_of(config, arguments.configuration) is not Purpose.RUN:
       prepare_only(config, retune=arguments.own.retune, method=GRPO)
       return
     check_learned(*run_rl(config, retune=arguments.own.retune))

@@ -11,6 +11,7 @@ import pytest
 from support import TINY, config, counted_plans
 from test_coupling import FSDP, register
 
+from maxbatch import train, train_rl
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile import compile_step, step_file
 from maxbatch.compile.compile_step import compile_reports
@@ -361,3 +362,24 @@ def test_a_start_plans_its_batches_once(tmp_path, monkeypatch, mode):
   plans = counted_plans(monkeypatch)
   assert main(command(tmp_path, **mode)) == 0
   assert len(plans) == 1
+
+
+@pytest.mark.parametrize(
+  ("command", "file"), [(train, "base"), (train_rl, "configs/post_train/rl.yml")]
+)
+def test_a_run_with_a_budget_and_no_size_begins_with_the_offer_to_choose(
+  command, file, capsys, monkeypatch
+):
+  monkeypatch.setattr(command, "prepare_only", lambda *_, **more: print("prepared"))
+  keys = [f"config={file}", "device_memory_gb=4"]
+  # rl.yml gives a size.
+  assert command.main([*keys, "micro_batch_size=-1", "validate_only=true", "steps=3"]) == 0
+  first, *_, last = capsys.readouterr().out.splitlines()
+  asked = f"{' '.join(keys)} steps=3 micro_batch_size=auto"
+  module = command.__name__
+  assert first == (
+    f"Auto  no key gives the microbatch; the largest that fits and is fast takes: python -m {module} {asked}"
+  )
+  assert last == "prepared"
+  assert command.main([*keys, "validate_only=true", "gradient_accumulation_steps=1"]) == 0
+  assert "Auto" not in capsys.readouterr().out

@@ -34,6 +34,8 @@ class PlanReport:
   """Why there are as many devices, where nothing says how many."""
   sizes: Sequence[Candidate] = ()
   """What micro_batch_size=explore ranks."""
+  offer: str = ""
+  """How to have the microbatch chosen, where no key gives it."""
   rl: RLPlan | None = None
   """The plan of reinforcement learning, whose completions are the plan's samples; nothing loads
   them."""
@@ -44,6 +46,7 @@ class PlanReport:
     return {
       "given": list(self.given),
       "choice": self.choice,
+      "offer": self.offer,
       "mesh": plan.topology.shape,
       "num_slices": plan.topology.num_slices,
       "num_hosts": sum(load.num_hosts for load in self.loads),
@@ -82,6 +85,8 @@ class PlanReport:
       whole, each = self.plan.micro_batch_to_train, self.plan.per_device
       assumed = counted(whole, "completion") if self.rl else counted(each(whole), "sample")
       yield f"Open   {self.choice}; below as if it were {assumed}"
+    if self.offer:
+      yield f"Auto   {self.offer}"
     if self.assumption:
       yield f"On     {self.assumption}"
 

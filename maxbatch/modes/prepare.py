@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -39,6 +39,7 @@ from maxbatch.training.build import (
 )
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
+from maxbatch.tuning.candidates import offer_of_auto
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +65,21 @@ class Prepared:
     return self.resolved.plan
 
 
-def purpose_of(config: Config) -> Purpose:
-  """Returns what the keys ask for: to train, or only to check or compile; names those without effect.
+def purpose_of(config: Config, arguments: Sequence[str] = ()) -> Purpose:
+  """Returns what the keys ask for: to train, or only to check or compile; names those without effect, and
+  offers to choose the microbatch where no key gives it.
+
+  Args:
+    config: the run.
+    arguments: as they were given, for the command that is offered; empty: none is.
 
   Raises:
     UserError: keys that exclude each other, a run on devices that are not here, keys without
       effect, or a file that a compiled step would replace.
   """
-  lines = without_effect(config)
+  lines = list(without_effect(config))
+  if arguments and (offer := offer_of_auto(config, arguments)):
+    lines.append(f"Auto  {offer}")
   if is_first_process(config.distributed):
     print(for_screen("".join(f"{line}\n" for line in lines)), end="", flush=True)
   keys = config.compile

@@ -9,11 +9,12 @@ microbatches given, the sizes are powers of two of samples per group, and the ba
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import ClassVar, TypeVar
 
-from maxbatch.batch.from_config import given_sizes, plan_batches
+from maxbatch.batch.from_config import given_sizes, is_rl, plan_batches
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.schema import BatchConfig, Config, ModelConfig, RunConfig
 from maxbatch.core.keys import GivenSizes, counted, text
@@ -212,6 +213,31 @@ def offered(batch: BatchConfig, sizes: Sequence[Candidate]) -> str:
   """Returns what is chosen from: `micro_batch_size=auto chooses from 1, 2, 4 samples …`."""
   line = f"{asked(batch)} chooses from {_listed(sizes)} {sizes[0].unit_of_microbatch}"
   return f"{line}, and batch_size follows" if batch_follows(batch) else line
+
+
+_ASKS = ("micro_batch_size", "validate_only", "compile_only")
+"""Keys that the offered command sets, or leaves out, itself."""
+
+
+def offer_of_auto(config: Config, arguments: Sequence[str]) -> str:
+  """Returns a line that offers to choose the microbatch, with the whole command; "" where a key gives it, or
+  none says how much memory there is (device_memory_gb) or on which devices (compile_topology).
+
+  Args:
+    config: as its keys say.
+    arguments: config=… and the keys, as they were given.
+  """
+  keys, given = config.compile, given_sizes(config.batch)
+  named = keys.device_memory_gb or keys.compile_topology
+  if not named or is_open(config.batch) or given.per_device or given.num_microbatches:
+    return ""
+  kept = [one for one in arguments if one.partition("=")[0] not in _ASKS]
+  instead = ["compile_only=true"] if keys.compile_topology or keys.compile_only else []
+  command = "train_rl" if is_rl(config.rl) else "train"
+  return (
+    "no key gives the microbatch; the largest that fits and is fast takes: python -m "
+    f"maxbatch.{command} {shlex.join([*kept, *instead, 'micro_batch_size=auto'])}"
+  )
 
 
 def _listed(sizes: Sequence[Candidate]) -> str:
