@@ -24,13 +24,12 @@ from maxbatch.conversion.source import Source, find_source, open_source
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
-from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.hugging_face.registry import is_model_folder
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, Parameters, build_model, placed
-from maxbatch.modes.start import started
+from maxbatch.modes.start import connected_devices, started
 from maxbatch.precision.policy import policy_of
 from maxbatch.sampling.choice import Choice
 from maxbatch.sampling.requests import (
@@ -198,7 +197,7 @@ def _check(own: SampleArguments, rest: Sequence[str]) -> None:
 
 def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
   """Reads what is asked for, then the model. Raises UserError: one of the two does not work."""
-  target, length = find_devices(config), config.batch.max_target_length
+  target, length = connected_devices(config), config.batch.max_target_length
   tokenizer = build_tokenizer(config.data)
   encode = PromptEncoder(config.data, tokenizer)
   prompts = read_prompts(own.prompts_file) if own.prompts_file else [config.run.prompt]

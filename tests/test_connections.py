@@ -40,6 +40,31 @@ leave_together(code)
 """
 """A run that says which groups of devices Gloo had connected before its first step, and in all."""
 
+SAMPLED = """
+import sys
+from maxbatch import sample
+from maxbatch.hardware.coordinator import Coordinator
+from maxbatch.hardware.processes import leave_together
+
+
+def groups():
+  written = Coordinator()._client.key_value_dir_get_bytes("cpu:gloo/")
+  return sorted({name.split("/")[1] for name, _ in written})
+
+
+find, before = sample.connected_devices, []
+def found(config):
+  target = find(config)
+  before.append(groups())
+  return target
+sample.connected_devices = found
+code = sample.main(sys.argv[1:])
+print("connected:", *before[0])
+print("used:", *groups())
+leave_together(code)
+"""
+"""Sampling that says which groups of devices Gloo had connected before the model was read, and in all."""
+
 LATE = """
 import sys, time
 from maxbatch.config.load import load_config
@@ -91,6 +116,21 @@ def test_a_process_that_comes_after_our_limit_is_said_to():
   (code, output, errors), (other_code, *_) = late(60, "jax_distributed_initialization_timeout=20")
   assert (code, other_code, output) == (4, 4, "")
   assert "jax_distributed_initialization_timeout=20 seconds to connect their devices" in errors
+
+
+def test_sampling_connects_every_group_before_it_reads_the_model(tmp_path):
+  given = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
+  own = ["run_name=tiny", "steps=1", "num_simulated_devices=2", "ici_fsdp_parallelism=2"]
+  [trained] = train(1, [*given, *own, "ici_data_parallelism=1"])
+  assert trained.exit_code == 0
+  asked = [f"checkpoint={tmp_path / 'tiny'}", "prompt=abc", "max_new_tokens=3"]
+  ended = train(2, asked, command=[sys.executable, "-c", SAMPLED])
+  assert [(one.exit_code, one.errors) for one in ended] == [(0, "")] * 2
+  assert '"tokens": 3' in ended[0].output
+  before, after = (re.findall(f"{word}: (.*)", ended[0].output) for word in ("connected", "used"))
+  assert before == after
+  # One device of each process, along fsdp.
+  assert "0,2048" in after[0].split()
 
 
 class Alone:

@@ -56,7 +56,7 @@ from maxbatch.modes.memory import item_bytes
 from maxbatch.modes.method import Check, Method, Passed, Purpose, ResolvedRun
 from maxbatch.modes.prepare import Prepared, build, check_replaces_nothing, prepare
 from maxbatch.modes.pretraining import PRETRAINING
-from maxbatch.modes.start import started
+from maxbatch.modes.start import connected_devices, started
 from maxbatch.run_folder.atomic import elsewhere, nearest
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import step_rows, traced_step
@@ -215,7 +215,7 @@ def prepare_only(config: Config, *, retune: bool = False, method: Method = PRETR
     validate(config, method=method)
     return
   with started(config), ending_together():
-    target = find_devices(config)
+    target = connected_devices(config)
     if isinstance(config.batch.micro_batch_size, Explore):
       cache.enable(config.compile.jax_cache_dir)
       _explore(config, target, method)

@@ -19,11 +19,8 @@ from maxbatch.core.plan import BatchPlan
 from maxbatch.data.rows import Dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import one_process_at_a_time, sync_errors
-from maxbatch.hardware.connections import connect
 from maxbatch.hardware.devices import Target, describe_devices
-from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.processes import is_first_process
-from maxbatch.hardware.sharding import make_mesh
 from maxbatch.modes.initialization import Initialization, find_initialization, saving_frozen
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.method import Check, Method, Passed, Purpose, ResolvedRun
@@ -156,7 +153,6 @@ def prepare(
   validates, compiles = purpose is Purpose.VALIDATE, purpose is Purpose.COMPILE
   if not validates:
     cache.enable(config.compile.jax_cache_dir)
-    _connect(config, target)
   resolved = method.resolve(config, target, purpose, retune=retune)
   initialization = Initialization() if compiles else _initialization(resolved)
   resolved = dataclasses.replace(resolved, begins=initialization.position)
@@ -185,14 +181,6 @@ def prepare(
   check_same_run(config, plan, dataset)
   about = description(resolved, trainer, dataset.description, begins)
   return Prepared(resolved, trainer, initialization, dataset, about)
-
-
-def _connect(config: Config, target: Target) -> None:
-  """Connects the devices of several processes in every group of the run's mesh."""
-  if not config.compile.compile_topology:
-    mesh = make_mesh(target.layout, target.devices)
-    with ending_together(alone=True):
-      connect(mesh, config.distributed.jax_distributed_initialization_timeout)
 
 
 def build(resolved: ResolvedRun, *, keep: bool = True) -> Trainer:

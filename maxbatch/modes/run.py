@@ -26,7 +26,6 @@ from maxbatch.data.mixture import MixedRows
 from maxbatch.data.rows import Dataset
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.hardware.agreement import check_shared, sync_errors, write_shared_file
-from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.ending import Watchdog, ending_together
 from maxbatch.metrics_writers.registry import open_writers
 from maxbatch.modes.initialization import (
@@ -38,7 +37,7 @@ from maxbatch.modes.method import Method, Purpose, ResolvedRun
 from maxbatch.modes.prepare import Prepared, check_replaces_nothing, prepare
 from maxbatch.modes.pretraining import PRETRAINING, calibration_programs, make_noise
 from maxbatch.modes.run_log import RunLog, open_run_log, precision_report, write_profile
-from maxbatch.modes.start import started
+from maxbatch.modes.start import connected_devices, started
 from maxbatch.modes.summary import (
   SampleTexts,
   print_next,
@@ -98,7 +97,7 @@ def run(
     RowsError: a row did not reach its device as it was read.
   """
   with started(config), ending_together():
-    prepared = prepare(config, find_devices(config), method, Purpose.RUN, retune=retune)
+    prepared = prepare(config, connected_devices(config), method, Purpose.RUN, retune=retune)
     print(for_screen(prepared.description), flush=True)
     write_report, folder = prepared.config.run.write_report, prepared.resolved.folder
     with (

@@ -32,9 +32,10 @@ from maxbatch.core.plan import BatchPlan
 from maxbatch.data.rows import Dataset
 from maxbatch.errors import ProcessFailedError, TrainingDivergedError, UserError
 from maxbatch.hardware.agreement import check_alike, gather, shared_error
-from maxbatch.hardware.connections import connect_processes
-from maxbatch.hardware.devices import idle_accelerators, start_devices
+from maxbatch.hardware.connections import connect, connect_processes
+from maxbatch.hardware.devices import Target, find_devices, idle_accelerators, start_devices
 from maxbatch.hardware.ending import ending_together
+from maxbatch.hardware.sharding import make_mesh
 from maxbatch.run_folder.paths import RunFolder
 
 
@@ -147,6 +148,21 @@ def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
     except UserError as error:
       # Process 0 says it, or that it happened here (hardware/ending.py); here it is in the log.
       raise shared_error(str(error)) from None
+
+
+def connected_devices(config: Config) -> Target:
+  """Finds the devices, and connects those of several processes in every group of their mesh: a program
+  that is the first to use a group would wait for processes that still compile.
+
+  Raises:
+    UserError: as `find_devices`, or they cannot be connected.
+  """
+  target = find_devices(config)
+  if not config.compile.compile_topology:
+    mesh = make_mesh(target.layout, target.devices)
+    with ending_together(alone=True):
+      connect(mesh, config.distributed.jax_distributed_initialization_timeout)
+  return target
 
 
 def check_same_run(config: Config, plan: BatchPlan, dataset: Dataset) -> None:

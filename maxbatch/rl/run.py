@@ -9,11 +9,10 @@ from maxbatch.compile import cache
 from maxbatch.config.schema import Config
 from maxbatch.core.phases import Position
 from maxbatch.core.topology import Topology
-from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.modes.method import Purpose
 from maxbatch.modes.run import run
-from maxbatch.modes.start import started
+from maxbatch.modes.start import connected_devices, started
 from maxbatch.rl.demonstrations import warm_start, warms_up
 from maxbatch.rl.method import GRPO, GRPOMethod
 from maxbatch.run_folder.metrics import each_record
@@ -34,7 +33,7 @@ def run_rl(config: Config, *, retune: bool = False) -> tuple[TrainState, Positio
   """
   with started(config), ending_together():
     cache.enable(config.compile.jax_cache_dir)
-    resolved = GRPO.resolve(config, find_devices(config), Purpose.RUN, retune=retune)
+    resolved = GRPO.resolve(config, connected_devices(config), Purpose.RUN, retune=retune)
     warms = warms_up(resolved.config)
   if warms:
     config = _warmed_up(resolved.config, resolved.target.layout)
