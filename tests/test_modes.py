@@ -376,9 +376,9 @@ def test_a_run_with_a_budget_and_no_size_begins_with_the_offer_to_choose(
   assert command.main([*keys, "micro_batch_size=-1", "validate_only=true", "steps=3"]) == 0
   first, *_, last = capsys.readouterr().out.splitlines()
   asked = f"{' '.join(keys)} steps=3 micro_batch_size=auto"
-  module = command.__name__
+  module = command.__name__.removeprefix("maxbatch.")
   assert first == (
-    f"Auto  no key gives the microbatch; the largest that fits and is fast takes: python -m {module} {asked}"
+    f"Auto  no key gives the microbatch; the largest that fits and is fast takes: maxbatch {module} {asked}"
   )
   assert last == "prepared"
   assert command.main([*keys, "validate_only=true", "gradient_accumulation_steps=1"]) == 0

@@ -235,8 +235,8 @@ def offer_of_auto(config: Config, arguments: Sequence[str]) -> str:
   instead = ["compile_only=true"] if keys.compile_topology or keys.compile_only else []
   command = "train_rl" if is_rl(config.rl) else "train"
   return (
-    "no key gives the microbatch; the largest that fits and is fast takes: python -m "
-    f"maxbatch.{command} {shlex.join([*kept, *instead, 'micro_batch_size=auto'])}"
+    "no key gives the microbatch; the largest that fits and is fast takes: "
+    f"maxbatch {command} {shlex.join([*kept, *instead, 'micro_batch_size=auto'])}"
   )
 
 

@@ -452,9 +452,7 @@ def test_the_example_of_an_exact_size_is_one_that_the_plan_accepts(page, capsys)
 
 
 def test_who_names_a_budget_or_a_slice_and_no_size_is_offered_auto(capsys):
-  command = (
-    "python -m maxbatch.train config=base device_memory_gb=12 'run_name=a b' micro_batch_size=auto"
-  )
+  command = "maxbatch train config=base device_memory_gb=12 'run_name=a b' micro_batch_size=auto"
   asked = "device_memory_gb=12", "run_name=a b"
   text = show(capsys, *asked, "validate_only=true")
   assert (
@@ -464,7 +462,7 @@ def test_who_names_a_budget_or_a_slice_and_no_size_is_offered_auto(capsys):
   assert facts(capsys, *asked)["offer"].endswith(command)
   on_slice = facts(capsys, "compile_topology=v5e-16", "batch_size=512")["offer"]
   assert on_slice.endswith(
-    "maxbatch.train config=base compile_topology=v5e-16 batch_size=512 compile_only=true micro_batch_size=auto"
+    "maxbatch train config=base compile_topology=v5e-16 batch_size=512 compile_only=true micro_batch_size=auto"
   )
   for size in ("per_device_batch_size=2", "gradient_accumulation_steps=2", "micro_batch_size=auto"):
     assert facts(capsys, *asked, size)["offer"] == ""
