@@ -5,6 +5,7 @@ the half below the diagonal, as MaxText and most published utilisations count.
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -85,11 +86,19 @@ def step_flops(traced: core.ClosedJaxpr) -> StepFlops:
   return StepFlops(sum(inside.values()), outside, by_work)
 
 
-def _flops(jaxpr: core.Jaxpr) -> _Places:
-  return _added(map(_of_equation, jaxpr.eqns))
+def _flops(jaxpr: core.Jaxpr, is_used: Iterable[bool] = itertools.repeat(True)) -> _Places:
+  """Returns the FLOPs of what some results depend on; a compiler drops the rest."""
+  used = {id(one) for one, yes in zip(jaxpr.outvars, is_used, strict=False) if yes}
+  parts: list[_Places] = []
+  for equation in reversed(jaxpr.eqns):
+    results = [id(one) in used for one in equation.outvars]
+    if any(results) or equation.effects:
+      used.update(map(id, equation.invars))
+      parts.append(_of_equation(equation, results))
+  return _added(parts)
 
 
-def _of_equation(equation: Any) -> _Places:
+def _of_equation(equation: Any, is_used: Iterable[bool]) -> _Places:
   name, parameters = equation.primitive.name, equation.params
   if name == "dot_general":
     return {(False, EVERY_TICK): _product(equation)}
@@ -103,7 +112,10 @@ def _of_equation(equation: Any) -> _Places:
     branches = [_flops(branch.jaxpr) for branch in parameters["branches"]]
     work = operation_in_path(str(equation.source_info.name_stack))
     return _moved(max(branches, key=lambda places: sum(places.values())), work=work)
-  parts = [_flops(each) for value in parameters.values() for each in _jaxprs(value)]
+  # A loop of one iteration carries nothing to another: of a stage of one layer, what no other layer reads.
+  is_whole = name != "scan" or parameters["length"] == 1
+  within = is_used if is_whole else itertools.repeat(True)
+  parts = [_flops(each, within) for value in parameters.values() for each in _jaxprs(value)]
   times = _times(name, parameters)
   return {place: times * flops for place, flops in _added(parts).items()}
 
