@@ -2,11 +2,12 @@
 
     python scripts/refresh_docs.py                    # lists blocks that are older than what they depend on
     python scripts/refresh_docs.py docs/compile.md    # makes a page's blocks anew, those that take minutes too
+    python scripts/refresh_docs.py docs/compile.md explore     # … of those the ones whose command has the word
     python scripts/refresh_docs.py all                # makes all blocks anew that take seconds
     python scripts/refresh_docs.py quiet              # … and those that need a quiet machine, for minutes
 
-A block of a page stands between two comments, and is what a command prints (in a fence, if it stands in one), or what somebody wrote down of
-that; its last line says to readers what the comment says:
+A block of a page stands between two comments, and is what a command prints (in a fence, if it stands in one),
+or what somebody wrote down of that; its last line says to readers what the comment says:
 
     <!-- made by: scripts/effective_microbatches.py; from: maxbatch/estimate configs/models; takes: seconds;
     at 0123abc on 2026-11-22 -->
@@ -67,8 +68,10 @@ class Block:
   commit: str
   date: str
   content: str
+  text: str
+  """The whole block in the page."""
   place: tuple[int, int]
-  """Of the whole block in the page's text."""
+  """Where it stands in the page."""
 
   def header(self) -> str:
     """Returns the comment in front of the content."""
@@ -106,7 +109,7 @@ def blocks(root: pathlib.Path, page: pathlib.Path) -> list[Block]:
 
 def _block(page: pathlib.Path, match: re.Match[str]) -> Block:
   words = shlex.split(match["command"].replace("\\\n", " "))
-  what = (match["takes"], match["commit"], match["date"], match["content"])
+  what = (match["takes"], match["commit"], match["date"], match["content"], match[0])
   return Block(page, words, match["sources"].split(), *what, match.span())
 
 
@@ -178,11 +181,13 @@ def made(root: pathlib.Path, block: Block) -> str:
   return f"{fence[0]}{printed}\n```" if fence else printed
 
 
-def refresh(root: pathlib.Path, page: pathlib.Path, takes: Sequence[str]) -> Iterator[str]:
-  """Makes anew the blocks of a page that take no longer than wanted; yields a line for each block."""
-  # From the last to the first: places of those before stay.
-  for block in reversed(blocks(root, page)):
-    if block.takes not in takes:
+def refresh(
+  root: pathlib.Path, page: pathlib.Path, takes: Sequence[str], words: Sequence[str] = ()
+) -> Iterator[str]:
+  """Makes anew the blocks of a page that take no longer than wanted and have the words in their commands;
+  yields a line for each block. Raises SystemExit: a command fails, or what it depends on is not committed."""
+  for block in blocks(root, page):
+    if block.takes not in takes or not set(words) <= set(block.command):
       yield f"left as it is: {block}"
       continue
     if git(root, "status", "--porcelain", "--", *block.sources):
@@ -190,11 +195,13 @@ def refresh(root: pathlib.Path, page: pathlib.Path, takes: Sequence[str]) -> Ite
     commit = git(root, "log", "-1", "--format=%h", "--", *block.sources)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     new = dataclasses.replace(block, commit=commit.strip(), date=today)
-    content = made(root, block)
-    text, (begin, end) = page.read_text(encoding="utf-8"), block.place
     # Blank lines around: a table that touches a comment is none to some readers of Markdown.
-    whole = f"{new.header()}\n{content}\n\n{new.footer()}\n\n<!-- end of made -->"
-    page.write_text(text[:begin] + whole + text[end:], encoding="utf-8")
+    whole = f"{new.header()}\n{made(root, block)}\n\n{new.footer()}\n\n<!-- end of made -->"
+    # The page may have been edited meanwhile.
+    text = page.read_text(encoding="utf-8")
+    if text.count(block.text) != 1:
+      raise SystemExit(f"{block}: the block was edited while it was made; it would be:\n{whole}")
+    page.write_text(text.replace(block.text, whole), encoding="utf-8")
     yield f"made: {new}"
 
 
@@ -227,9 +234,10 @@ def main(arguments: Sequence[str], root: pathlib.Path = ROOT) -> int:
     print(f"{len(lines)} blocks of figures in pages are older than what they depend on")
     return 0
   takes = ALL.get(arguments[0], (QUICK, SLOW))
-  named = pages(root) if arguments[0] in ALL else [(root / name).resolve() for name in arguments]
-  for page in named:
-    for line in refresh(root, page, takes):
+  names = [name for name in arguments if name.endswith(".md")]
+  words = [word for word in arguments if word not in (*names, *ALL)]
+  for page in [(root / name).resolve() for name in names] or pages(root):
+    for line in refresh(root, page, takes, words):
       print(line, flush=True)
   return 0
 

@@ -124,6 +124,15 @@ def test_quiet_makes_what_needs_a_quiet_machine_alone(root, capsys):
   capsys.readouterr()
 
 
+def test_words_choose_among_the_blocks_of_a_page(root):
+  page = root / "docs" / "page.md"
+  before = page.read_text()
+  page.write_text(before + before.replace("figures.py 3", "figures.py 4"))
+  assert refresh_docs.main(["docs/page.md", "4"], root) == 0
+  assert page.read_text().startswith(before)
+  assert "| figure | 1 4" in page.read_text()
+
+
 def test_what_a_command_prints_stays_in_its_fence(root):
   page = root / "docs" / "page.md"
   page.write_text(page.read_text().replace("old", "```text\nold\n```"))
