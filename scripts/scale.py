@@ -191,7 +191,7 @@ def _records(size: Size) -> Callable[[], object]:
 WORKS: dict[str, Work] = {
   "plan_batches: every size": _plan,
   "a ramp of all phases, printed": _ramp,
-  "`python -m maxbatch.plan --json`": _report,
+  "`maxbatch plan --json`": _report,
   "the same with a pipeline": _pipeline,
   "host_loads, a quarter of the hosts reading": _loads,
   "who sends which rows to whom": _hand_over,
