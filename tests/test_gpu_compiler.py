@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 from maxbatch.compile.program import capacity_bytes
+from maxbatch.compile.report_time import why_not_estimated
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import GPU_DATA, GPUS
+from maxbatch.estimate.step_time import estimate
 from maxbatch.hardware import cudnn, devices
-from maxbatch.hardware.compiler_flags import bypassed
+from maxbatch.hardware.compiler_flags import FLAG_SETS, bypassed, compiler_flags
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.hardware.tpu_slices import slice_named
 from maxbatch.train import main
@@ -105,6 +107,15 @@ def test_the_compiler_takes_the_names_and_counts_the_same(name):
   }
 
 
+@COMPILER
+@pytest.mark.parametrize("generation", GPUS)
+def test_the_compiler_takes_every_published_set(generation: str):
+  device = topology_devices(f"{generation}-1")[0]
+  for name, published in FLAG_SETS[generation].items():
+    assert len(compiler_flags(name, device).flags) == len(published.flags.split())
+    assert published.source
+
+
 def written_microseconds(generation: str, left: Any, result: Any) -> float:
   """The compiler's time of a product of two matrices of 4096 by 4096, as it stands in the text."""
   place = jax.sharding.SingleDeviceSharding(topology_devices(f"{generation}-1")[0])
@@ -147,6 +158,15 @@ def test_without_the_compiler_the_way_to_it_is_named(tmp_path, capsys, monkeypat
     "pip install 'maxbatch[gpu-compile]' installs it, on any Linux machine, without a GPU or driver\n"
   )
   assert not (tmp_path / "run").exists()
+
+
+def test_a_text_that_is_not_understood_names_the_versions_for_gpus():
+  work = estimate([], GPUS["h100"], 1e12)
+  versions = {"jax": "0.11.0", "jax-cuda13-plugin": "0.11.0", "libtpu": None}
+  assert (
+    "This is jax 0.11.0 and jax-cuda13-plugin 0.11.0; estimates are tested with jax 0.10.2 and "
+    "jax-cuda13-plugin 0.10.2: pip install jax==0.10.2 jax-cuda13-plugin==0.10.2."
+  ) in why_not_estimated(work, [], 1e12, versions)
 
 
 def gpu(kind: str, **more: Any) -> Any:

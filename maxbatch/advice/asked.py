@@ -10,7 +10,7 @@ from maxbatch.batch_rules.rule import Training
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import CHIPS, Chip
+from maxbatch.estimate.chips import CHIPS, GPUS, Chip
 from maxbatch.estimate.step_work import StepWork, step_work
 from maxbatch.hardware.tpu_slices import FAMILIES, slice_named
 
@@ -93,6 +93,12 @@ def place_named(name: str, num_slices: int) -> Place | None:
     return None
   slice_named(name)  # Refuses what is no slice.
   generation, _, size = name.partition("-")
+  if generation in GPUS:
+    raise UserError(
+      f"compile_topology={name}: the advice knows the speed of TPUs alone; for GPUs compile_only=true "
+      "micro_batch_size=explore gives the times, and without compile_topology the advice is about the "
+      "batch alone"
+    )
   generation = _ALIASES.get(generation, generation)
   if generation not in CHIPS:
     raise UserError(

@@ -34,6 +34,7 @@ TESTED_VERSIONS = (
   {"jax": "0.12.0.1", "libtpu": "0.0.52"},
 )
 """With which the tests compare estimates with traced programs; the first is in constraints.txt."""
+_TESTED_FOR_GPUS = ({"jax": "0.10.2", "jax-cuda13-plugin": "0.10.2"},)
 
 _NUM_NAMED = 5
 _TERA = 1e12
@@ -52,7 +53,7 @@ def why_not_estimated(
 
   Args:
     expected_flops: as traced, of a step of one microbatch on one device.
-    versions: of jax and libtpu, by package.
+    versions: of jax and libtpu, or the plugin for GPUs, by package.
   """
   if not work.coverage < LEAST_COVERAGE:
     return ""
@@ -66,20 +67,22 @@ def why_not_estimated(
 
 def _what_helps(versions: Mapping[str, object]) -> str:
   """Returns which versions to install, or that they are here and the step itself is not understood."""
-  tested = [dict(each) for each in TESTED_VERSIONS]
-  if {package: versions[package] for package in tested[0]} in tested:
+  for_gpus = "jax-cuda13-plugin" in versions
+  tested = [dict(each) for each in (_TESTED_FOR_GPUS if for_gpus else TESTED_VERSIONS)]
+  own = {package: versions[package] for package in tested[0]}
+  if own in tested:
     return (
-      f"This is {_words(versions)}, with which estimates are tested: what is not counted is in the step. "
+      f"This is {_words(own)}, with which estimates are tested: what is not counted is in the step. "
       "Compile it without what is measured beside the model (gns, gns_from_microbatches) and without "
       "plug-ins for an estimate, or measure it on the devices."
     )
   pins = " ".join(f"{package}=={version}" for package, version in tested[0].items())
   known = " and with ".join(map(_words, tested))
-  return f"This is {_words(versions)}; estimates are tested with {known}: pip install {pins}."
+  return f"This is {_words(own)}; estimates are tested with {known}: pip install {pins}."
 
 
 def _words(versions: Mapping[str, object]) -> str:
-  return f"jax {versions['jax']} and libtpu {versions['libtpu']}"
+  return " and ".join(f"{package} {version}" for package, version in versions.items())
 
 
 def _counted(costs: Sequence[OperationCost]) -> str:

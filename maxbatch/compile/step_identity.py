@@ -119,6 +119,9 @@ def _without_locations() -> Iterator[None]:
     jax.config.update(_TRACEBACK_LIMIT, before)
 
 
+_CUDA_PLUGIN = "jax-cuda13-plugin"
+
+
 def compiler_environment(device: Any) -> dict[str, object]:
   """Returns versions, settings and flags that change what a compiler makes of the same text.
 
@@ -130,6 +133,7 @@ def compiler_environment(device: Any) -> dict[str, object]:
     "jax": _version("jax"),
     "jaxlib": _version("jaxlib"),
     "libtpu": _version("libtpu") if on_tpu else None,
+    **({_CUDA_PLUGIN: _version(_CUDA_PLUGIN)} if device.platform == "gpu" else {}),
     "compiler": device.client.platform_version,
     **{name: _setting(name) for name in _JAX_SETTINGS if name in jax.config.values},
     **{name: _flags(os.environ.get(name, "")) for name in _FLAG_VARIABLES},

@@ -1,4 +1,4 @@
-"""Flags of XLA's compilers: published sets by TPU generation, and what compiler_flags makes of them.
+"""Flags of XLA's compilers: published sets by generation of TPUs and GPUs, and what compiler_flags makes of them.
 
 They are options of one compilation, not of the process: no environment variable is needed, and what
 LIBTPU_INIT_ARGS says for all programs stays as it is. Likewise jax's compilation cache can be left
@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from maxbatch.config.find import did_you_mean
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import CHIPS, chip_for
+from maxbatch.estimate.chips import CHIPS, GPUS, chip_for
 
 _DIRECTORY = "jax_compilation_cache_dir"
 
@@ -77,6 +77,27 @@ _SPARSE_CORE = (
 )
 """Without xla_sc_disjoint_spmem, which is no option of a single compilation (libtpu 0.0.51)."""
 
+_GPU = (
+  "xla_gpu_enable_latency_hiding_scheduler=true xla_gpu_enable_triton_gemm=false "
+  "xla_gpu_all_reduce_combine_threshold_bytes=134217728 "
+  "xla_gpu_all_gather_combine_threshold_bytes=134217728 "
+  "xla_gpu_reduce_scatter_combine_threshold_bytes=67108864 "
+  "xla_gpu_enable_pipelined_all_gather=true xla_gpu_enable_pipelined_reduce_scatter=true "
+  "xla_gpu_enable_pipelined_all_reduce=true xla_gpu_enable_while_loop_double_buffering=true "
+  "xla_gpu_enable_all_gather_combine_by_dim=false "
+  "xla_gpu_enable_reduce_scatter_combine_by_dim=false xla_disable_hlo_passes=rematerialization"
+)
+"""Collectives beside products and in larger messages, products by cuBLAS."""
+_ON_HOPPER = FlagSet(
+  f"{_GPU} xla_gpu_enable_command_buffer=",
+  "MaxText at e591f30c, configs/gpu/a3/llama_2_7b/1vm.sh, with the names of JAX-Toolbox's "
+  "llama2-7b-1N8G.env for pipelined collectives, which XLA of jax 0.10.2 knows",
+)
+_ON_BLACKWELL = FlagSet(
+  f"{_GPU} xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL",
+  "as for h100, with JAX-Toolbox's command buffers for B200 (docs/GPU_performance.md)",
+)
+
 FLAG_SETS: Mapping[str, Mapping[str, FlagSet]] = {
   "v4": {
     "published": FlagSet("xla_enable_async_all_gather=true", "MaxText 0.2.5, configs/tpu/v4/*.sh")
@@ -132,6 +153,8 @@ FLAG_SETS: Mapping[str, Mapping[str, FlagSet]] = {
       "scheduling for activations on the host",
     ),
   },
+  **{generation: {"published": _ON_HOPPER} for generation in ("a100", "h100", "h200")},
+  **{generation: {"published": _ON_BLACKWELL} for generation in ("b200", "gb200")},
 }
 """By generation and name."""
 
@@ -180,8 +203,7 @@ def compiler_flags(asked: str, device: Any) -> CompilerFlags:
 
 
 def sets_for(device: Any) -> Mapping[str, FlagSet]:
-  """Returns the published sets for a device; none if it is no TPU, or nothing is published of
-  it."""
+  """Returns the published sets for a device; none if nothing is published of it."""
   chip = chip_for(device.device_kind)
   return FLAG_SETS.get(chip.generation, MappingProxyType({})) if chip else MappingProxyType({})
 
@@ -197,7 +219,7 @@ def _unknown_set(asked: str, name: str, device: Any) -> str:
   if name == EXPLORE:
     return f"compiler_flags={asked}: explore stands alone, as compiler_flags=explore"
   if any(name in sets for sets in FLAG_SETS.values()):
-    have = ", ".join(each for each in CHIPS if name in FLAG_SETS.get(each, {}))
+    have = ", ".join(each for each in (*CHIPS, *GPUS) if name in FLAG_SETS.get(each, {}))
     return (
       f"compiler_flags={asked}: nothing is published as {name!r} for {device.device_kind}, only for "
       f"{have}; use compiler_flags=none, or the flags themselves: compiler_flags='--xla_…=…'"

@@ -139,7 +139,7 @@ class CompileConfig(Section, heading="before a run"):
   compile_topology_num_slices: Annotated[int, Range(low=1, high=1024)] = key(1, PER_START, TOPOLOGY)
   """Number of those TPU slices, connected by the data center network."""
   compiler_flags: str = key("none", PER_START)
-  """XLA flags of steps and evaluations: none; published (for dense models on this TPU); a set's
+  """XLA flags of steps and evaluations: none; published (for dense models on this chip); a set's
   name (docs/yardstick.md); '--xla_…=…'; explore: tries all sets."""
   save_compiled_step: Path = key("", PER_START)
   """File to save the compiled training step to: a new one, or one that holds such a step; empty:
