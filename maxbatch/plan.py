@@ -31,11 +31,13 @@ from maxbatch.tuning.candidates import (
   asked,
   default_batch_note,
   is_open,
+  listed,
   offer_of_auto,
   offered,
   sizes_of,
   with_default_batch,
 )
+from maxbatch.tuning.eval_candidates import asked_to_evaluate, eval_sizes_of, is_eval_open
 
 _SIZE_KEYS = ("batch_size", "global_batch_to_train", "tokens_per_step", "per_device_batch_size")
 _SIZE_KEYS += ("micro_batch_size", "gradient_accumulation_steps", "batch_schedule")
@@ -104,7 +106,9 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
     loads=[] if rl else host_loads(plan, devices.num_hosts),
     assumption=devices.assumption,
     given=[_given(config, key) for key in _SIZE_KEYS if flat[key] not in unset],
-    choice=_choice(config, sizes, devices.layout),
+    choice="; ".join(
+      filter(None, (_choice(config, sizes, devices.layout), _eval_choice(config, devices.layout)))
+    ),
     sizes=sizes if isinstance(config.batch.micro_batch_size, Explore) else (),
     rl=rl,
     pipeline=pipeline_of(config, devices.layout, plan) if has_pipeline else None,
@@ -139,6 +143,13 @@ def _choice(config: Config, sizes: Sequence[Candidate], layout: Topology) -> str
   if divided == config:
     return line
   return f"{line}; {default_batch_note(divided.batch.batch_size, layout)}"
+
+
+def _eval_choice(config: Config, layout: Topology) -> str:
+  """Returns what the evaluation batch is chosen from, in words."""
+  if is_rl(config.rl) or not is_eval_open(config.batch):
+    return ""
+  return listed(asked_to_evaluate(config.batch), eval_sizes_of(config, layout))
 
 
 if __name__ == "__main__":

@@ -187,6 +187,64 @@ def test_explore_ranks_every_size_and_reports_the_best(tmp_path, capsys):
     assert f"INFO: {said}" in out
 
 
+def test_explore_ranks_the_batches_of_an_evaluation(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(compile_step, "measure_evaluation", slow_beyond(16))
+  given = command(
+    tmp_path, compile_only="true", eval_per_device_batch_size="explore", eval_samples=30
+  )
+  assert main(given) == 0
+  result = json.loads((tmp_path / "run" / "exploration.json").read_text())
+  assert result["recommended"] == "2"
+  # Samples that count, without the padding of the last batch.
+  tried = {
+    one["eval_per_device_batch_size"]: (one["evaluation_batches"], one["evaluation_samples"])
+    for one in result["fitting"]
+  }
+  assert tried == {"2": (2, 30), "1": (4, 30), "4": (1, 30)}
+  speeds = [one["samples_per_second"] for one in result["fitting"]]
+  assert speeds == pytest.approx([30 / 2, 30 / 4, 30 / 32])
+  (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())
+  assert report["title"].startswith("Compile report of evaluation: ")
+  assert report["per_device_batch_size"] == "2"
+  assert "Current recommended eval_per_device_batch_size: 2, measured" in capsys.readouterr().out
+
+
+def slow_beyond(samples: int):
+  """Evaluations of more samples take a second for each, others one."""
+
+  def measure(trainer: Any, step: Any, shapes: Any) -> Timing:
+    del trainer, step
+    size = shapes.inputs.shape[0]
+    return Timing(1.0 if size <= samples else float(size), 0.0, 0.0, 3)
+
+  return measure
+
+
+def test_auto_evaluates_what_training_s_batch_evaluates(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(compile_step, "measure_evaluation", slow_beyond(16))
+  keys: dict[str, object] = {"eval_samples": 30, "steps": 1}
+  given = {name: tmp_path / name for name in ("auto", "same")}
+  assert main(command(given["auto"], eval_per_device_batch_size="auto", **keys)) == 0
+  out = capsys.readouterr().out
+  assert "eval_per_device_batch_size auto: 2 samples per device (" in out
+  assert re.search(r"eval_batch +16 samples = 8 × eval_per_device_batch_size 2\n", out)
+  assert main(command(given["same"], **keys)) == 0
+  assert re.search(r"eval_batch +32 samples", capsys.readouterr().out)
+  chosen, same = (
+    [one["eval/loss"] for one in read_metrics(folder / "run") if "eval/loss" in one]
+    for folder in given.values()
+  )
+  assert len(chosen) == 2
+  assert chosen == pytest.approx(same, rel=1e-6)
+  # A second start takes what is remembered.
+  monkeypatch.setattr(compile_step, "measure_evaluation", None)
+  again = command(
+    tmp_path / "again", eval_per_device_batch_size="auto", compile_only="true", **keys
+  )
+  assert main(again) == 0
+  assert "(remembered from " in capsys.readouterr().out
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 REFUSED = [
@@ -221,6 +279,20 @@ REFUSED = [
     {"micro_batch_size": "explore"},
     "micro_batch_size=explore tries every size before it ranks them, and needs compile_only=true "
     "(now false); micro_batch_size=auto chooses one for a run",
+  ),
+  (
+    {"eval_per_device_batch_size": "explore"},
+    "eval_per_device_batch_size=explore tries every size before it ranks them, and needs "
+    "compile_only=true (now false); eval_per_device_batch_size=auto chooses one for a run",
+  ),
+  (
+    {
+      "micro_batch_size": "explore",
+      "eval_per_device_batch_size": "{explore: {max: 4}}",
+      "compile_only": "true",
+    },
+    "micro_batch_size=explore eval_per_device_batch_size={explore: {min: 1, max: 4}}: the evaluation is "
+    "tried beside a training whose microbatch is known; first eval_per_device_batch_size=0",
   ),
 ]
 

@@ -1,5 +1,6 @@
 """Real steps on 8 simulated devices: auto's fit holds, the next size up exceeds the budget."""
 
+import dataclasses
 import functools
 from fractions import Fraction
 
@@ -10,15 +11,16 @@ from support import config
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile import compile_step, measured_time
 from maxbatch.compile.measured_time import Timing
-from maxbatch.compile.program import compile_program
+from maxbatch.compile.program import compile_eval_program, compile_program, state_bytes
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import Candidate, candidates
-from maxbatch.tuning.microbatch_size import choose, explore_sizes
-from maxbatch.tuning.search import Prober, ProbeResult
+from maxbatch.tuning.eval_candidates import eval_sizes_of
+from maxbatch.tuning.microbatch_size import choose, choose_to_evaluate, explore_sizes
+from maxbatch.tuning.search import EvalProber, Prober, ProbeResult
 
 GIB = 1 << 30
 KEYS = {"dataset_type": "synthetic", "batch_size": 32, "steps": 3, "base_num_decoder_layers": 1}
@@ -39,6 +41,44 @@ def sizes(of: Config) -> tuple[Candidate, ...]:
 @pytest.fixture(autouse=True)
 def _quick_clock(monkeypatch):
   monkeypatch.setattr(measured_time, "SECONDS", 0.05)
+
+
+def test_evaluation_takes_the_largest_batch_that_fits_beside_the_state(tmp_path, monkeypatch):
+  monkeypatch.setattr(compile_step, "measure_evaluation", lambda *_: Timing(1.0, 0.0, 0.0, 3))
+  of = settings(2, eval_per_device_batch_size="auto", eval_samples=64)
+  sizes = {int(one.size): one for one in eval_sizes_of(of, PLACE.layout)}
+  assert list(sizes) == [1, 2, 4, 8]
+  prober = EvalProber(of, PLACE.devices, PLACE.layout)
+  two, four = (prober(sizes[size]).peak_bytes for size in (2, 4))
+  assert two < four
+  within = dataclasses.replace(of.compile, device_memory_gb=(two + four) / 2 / GIB)
+  of = dataclasses.replace(of, compile=within)
+  lines: list[str] = []
+  limited = EvalProber(of, PLACE.devices, PLACE.layout)
+  chosen = choose_to_evaluate(of, PLACE, limited, tmp_path, say=lines.append)
+  assert chosen.batch == dataclasses.replace(of.batch, eval_per_device_batch_size=Fraction(2))
+  assert lines[0].startswith(
+    "eval_per_device_batch_size auto: 2 samples per device (largest that fits"
+  )
+  # The optimizer's state and the accumulators lie there too, though no evaluation reads them.
+  plan = plan_batches(chosen.batch, chosen.run, PLACE.layout)
+  state = state_bytes(build_trainer(chosen, plan, PLACE.devices).abstract)
+  alone = prober.reports[sizes[2]].program.step.memory_analysis()
+  assert alone is not None
+  beside = two - alone.argument_size_in_bytes - alone.temp_size_in_bytes
+  assert beside == pytest.approx(state.total - state.parameters, abs=1024)
+
+
+def test_an_evaluation_is_timed(monkeypatch):
+  ticks = iter(range(1000))
+  of = settings(2, eval_samples=64)
+  plan = plan_batches(of.batch, of.run, PLACE.layout)
+  trainer = build_trainer(of, plan, PLACE.devices)
+  program = compile_eval_program(of, plan, trainer, SOURCE)
+  timing = measured_time.measure_evaluation(
+    trainer, program.step, program.rows, clock=lambda: float(next(ticks))
+  )
+  assert (timing.seconds_per_microbatch, timing.seconds_rest, timing.repeats) == (1.0, 0.0, 3)
 
 
 class Counted:

@@ -16,6 +16,7 @@ from maxbatch.config.find import shown
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import BatchConfig, MeshConfig, RLConfig, RunConfig
+from maxbatch.core import make_plan
 from maxbatch.core.keys import BatchKeys, GivenSizes, text
 from maxbatch.core.make_plan import derive
 from maxbatch.core.plan import BatchPlan, Position
@@ -129,6 +130,26 @@ def given_sizes(batch: BatchConfig) -> GivenSizes:
   return batch_keys(batch).given_sizes()
 
 
+def eval_plan(
+  batch: BatchConfig, run: RunConfig, topology: Topology, per_device: Fraction
+) -> BatchPlan:
+  """Returns an evaluation with so many samples per device as a plan of one step, whose microbatches are its
+  batches; of eval_samples=-1, which counts no samples, one batch.
+
+  Raises:
+    UserError: the devices cannot share so many samples.
+  """
+  micro_batch = per_device * topology.num_devices
+  count = max(1, math.ceil(run.eval_samples / micro_batch))
+  return make_plan.plan(
+    micro_batch_size=per_device,
+    gradient_accumulation_steps=count,
+    steps=1,
+    max_target_length=batch.max_target_length,
+    mesh=topology,
+  )
+
+
 def follows_noise_scale(batch: BatchConfig) -> bool:
   """Returns whether the batch follows the gradient noise scale during the run."""
   return schedule_name(batch_keys(batch)) == "gns"
@@ -137,7 +158,7 @@ def follows_noise_scale(batch: BatchConfig) -> bool:
 def batch_keys(batch: BatchConfig) -> BatchKeys:
   """Returns the sizes and the schedule as plain numbers, without a budget."""
   micro = batch.micro_batch_size
-  none = micro == "none"
+  none, evaluated = micro == "none", batch.eval_per_device_batch_size
   # auto and explore give no size: tuning/candidates.py lists the sizes to choose from.
   return BatchKeys(
     batch_size=batch.batch_size,
@@ -148,7 +169,7 @@ def batch_keys(batch: BatchConfig) -> BatchKeys:
     gradient_accumulation_steps=batch.gradient_accumulation_steps,
     max_target_length=batch.max_target_length,
     expansion_factor_real_data=batch.expansion_factor_real_data,
-    eval_per_device_batch_size=batch.eval_per_device_batch_size,
+    eval_per_device_batch_size=evaluated if isinstance(evaluated, Fraction) else 0,
     batch_schedule=batch.batch_schedule,
     batch_schedule_type=shown(batch.batch_schedule_type),
     batch_schedule_unit=batch.batch_schedule_unit,

@@ -8,12 +8,13 @@ from typing import Protocol
 
 import jax
 
-from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.from_config import eval_plan, plan_batches
 from maxbatch.command_line.screen import GIB
-from maxbatch.compile.measured_time import measure_step
+from maxbatch.compile.measured_time import Timing, measure_evaluation, measure_step
 from maxbatch.compile.program import (
   DoesNotFitError,
   capacity_bytes,
+  compile_eval_program,
   compile_program,
   gib,
   memory_of,
@@ -34,6 +35,9 @@ from maxbatch.hardware.devices import Device
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 from maxbatch.training.step import Trainer
+
+_PASSES_OF_TRAINING = 3
+"""Forward, and twice as much backward, of which an evaluation does the first."""
 
 
 class Sampler(Protocol):
@@ -179,22 +183,62 @@ def try_report(
   sampled, timed = sampler.compiled(config, trainer) if sampler else (None, lambda: None)
   state = state_bytes(trainer.abstract).total
   needed = sampled.largest(program.memory, state) if sampled else program.memory.peak
-  measured = None
-  # All processes measure or none does: each waits for the others in the step's reductions.
-  fits = broadcast_one_to_all(needed <= capacity)
-  if fits and not config.compile.compile_topology:
-    count = plan.largest_phase(micro_batch).num_microbatches
-    try:
-      measured = measure_step(
-        trainer, program.step, program.rows, streamed=program.streamed, num_microbatches=count
-      )
-    except jax.errors.JaxRuntimeError as error:
-      # The compiler counts one program; others, or fragments, may hold what it needs.
-      refuse_if_too_large(error)
-      raise
-    sampled = timed()
+  count = plan.largest_phase(micro_batch).num_microbatches
+  measured = _measured(
+    config,
+    needed <= capacity,
+    lambda: measure_step(
+      trainer, program.step, program.rows, streamed=program.streamed, num_microbatches=count
+    ),
+  )
+  sampled = timed() if measured else sampled
   title = _title(config, plan, trainer)
   return make_report(plan, trainer, program, micro_batch, capacity, measured, title, sampled)
+
+
+def eval_report(config: Config, devices: Sequence[Device], layout: Topology) -> CompileReport:
+  """Compiles the evaluation of one batch; measures or estimates it if it fits.
+
+  Returns:
+    The report of an evaluation as of a step, whose microbatches are its batches.
+
+  Raises:
+    DoesNotFitError: the compiler refuses, or it runs out of memory while it is timed.
+    UserError: a device's memory is not known.
+  """
+  plan = plan_batches(config.batch, config.run, layout)
+  trainer = build_trainer(config, plan, devices)
+  program = compile_eval_program(config, plan, trainer, placeholder_rows(config))
+  capacity = capacity_bytes(devices, config.compile.device_memory_gb)
+  fits = program.memory.peak <= capacity
+  measured = _measured(
+    config, fits, lambda: measure_evaluation(trainer, program.step, program.rows)
+  )
+  whole = eval_plan(config.batch, config.run, layout, plan.per_device(plan.eval_batch))
+  title = _title(config, plan, trainer).replace("Compile report", "Compile report of evaluation", 1)
+  # An evaluation's timetable is its own, and is not in the estimate of one.
+  alone = dataclasses.replace(trainer, pipeline=None)
+  report = make_report(whole, alone, program, plan.eval_batch, capacity, measured, title)
+  return dataclasses.replace(
+    report, model_flops_per_token=report.model_flops_per_token / _PASSES_OF_TRAINING
+  )
+
+
+def _measured(config: Config, fits: bool, measure: Callable[[], Timing]) -> Timing | None:
+  """Returns the time where the program fits and its devices are here.
+
+  Raises:
+    DoesNotFitError: it runs out of memory.
+  """
+  # All processes measure or none does: each waits for the others in the step's reductions.
+  if not broadcast_one_to_all(fits) or config.compile.compile_topology:
+    return None
+  try:
+    return measure()
+  except jax.errors.JaxRuntimeError as error:
+    # The compiler counts one program; others, or fragments, may hold what it needs.
+    refuse_if_too_large(error)
+    raise
 
 
 def _title(config: Config, plan: BatchPlan, trainer: Trainer) -> str:

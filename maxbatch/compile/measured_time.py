@@ -17,6 +17,7 @@ import numpy as np
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.sharding import replicated
+from maxbatch.training.evaluation import EvalStep, eval_shardings
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Step, Trainer, rows_shardings
 from maxbatch.training.stop_flags import stop_flags
@@ -80,6 +81,38 @@ def measure_step(
   return _timing([one for one, _ in pairs], [more for _, more in pairs], many, empty)
 
 
+def measure_evaluation(
+  trainer: Trainer, step: EvalStep, shapes: Rows, clock: Callable[[], float] = time.perf_counter
+) -> Timing:
+  """Times evaluations of one batch, each a microbatch of the timing, beside a state of the run's size.
+
+  Args:
+    shapes: the rows it takes: (B, …).
+
+  In several processes all must call it together.
+  """
+  first = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
+  places = eval_shardings(shapes, trainer.mesh)
+  rows = jax.jit(lambda rows: jax.tree.map(lambda x: x[0], rows), out_shardings=places)(
+    synthetic(trainer, first)
+  )
+  state = trainer.init(0)
+
+  def run() -> float:
+    jax.block_until_ready((state, rows))
+    began = clock()
+    jax.block_until_ready(step(state.parameters, rows))
+    return clock() - began
+
+  try:
+    run()  # The first run of a program loads it.
+    _, repeats = broadcast_one_to_all(_affordable(run(), 1, SECONDS))
+    times = [run() for _ in range(repeats)]
+  finally:
+    _free((state, rows))
+  return _timing(times, times, 1)
+
+
 class _Bench:
   """A state and rows of its own, and a clock."""
 
@@ -117,9 +150,13 @@ class _Bench:
 
   def free(self) -> None:
     """Gives the devices' memory back at once."""
-    for leaf in jax.tree.leaves((self._state, self._rows)):
-      if not leaf.is_deleted():
-        leaf.delete()
+    _free((self._state, self._rows))
+
+
+def _free(arrays: Any) -> None:
+  for leaf in jax.tree.leaves(arrays):
+    if not leaf.is_deleted():
+      leaf.delete()
 
 
 def synthetic(trainer: Trainer, shapes: Rows) -> Any:

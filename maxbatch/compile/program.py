@@ -8,7 +8,7 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,8 @@ from maxbatch.estimate.gpu_memory import left_out
 from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags, bypassed
 from maxbatch.hardware.devices import Device, machine_bytes
 from maxbatch.hardware.tpu_slices import slice_named
-from maxbatch.training.build import step_rows, streams, traced_step
+from maxbatch.training.build import eval_batch_rows, step_rows, streams, traced_step
+from maxbatch.training.evaluation import traced_eval
 from maxbatch.training.state import TrainState, is_on_host
 from maxbatch.training.step import Trainer
 
@@ -106,9 +107,35 @@ def compile_program(
   Raises:
     DoesNotFitError: the compiler refuses it for its memory.
   """
-  began = time.perf_counter()
   rows = step_rows(plan, trainer, source, micro_batch)
-  traced = traced_step(trainer, rows)
+  program = _program(config, trainer, rows, lambda: traced_step(trainer, rows))
+  return dataclasses.replace(program, streamed=streams(config))
+
+
+def compile_eval_program(
+  config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource
+) -> CompiledProgram:
+  """Compiles exactly the evaluation of a batch that a run has, beside which all of its state lies.
+
+  Raises:
+    DoesNotFitError: the compiler refuses it for its memory.
+  """
+  rows = eval_batch_rows(plan, trainer, source)
+  program = _program(config, trainer, rows, lambda: traced_eval(trainer, rows))
+  beside = state_bytes(trainer.abstract).total - held_bytes(trainer.abstract.parameters)
+  memory = program.memory
+  memory = dataclasses.replace(
+    memory, arguments=memory.arguments + beside, peak=memory.peak + beside
+  )
+  # A batch for each dispatch.
+  return dataclasses.replace(program, memory=memory, streamed=True)
+
+
+def _program(
+  config: Config, trainer: Trainer, rows: Rows, trace: Callable[[], jax.stages.Traced]
+) -> CompiledProgram:
+  began = time.perf_counter()
+  traced = trace()
   step, text = compiled(traced, config.compile, trainer.compiler_flags)
   device = trainer.mesh.devices.flat[0]
   return CompiledProgram(
@@ -118,7 +145,6 @@ def compile_program(
     flops=step_flops(traced.jaxpr).divided(trainer.mesh.size),
     compile_seconds=time.perf_counter() - began,
     text=text,
-    streamed=streams(config),
   )
 
 

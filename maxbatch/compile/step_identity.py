@@ -14,7 +14,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,13 @@ def lowered_hash(
   embeds are lowered without theirs.
   """
   rows = step_rows(plan, trainer, source, micro_batch)
+  return traced_hash(lambda: traced_step(trainer, rows))
+
+
+def traced_hash(trace: Callable[[], jax.stages.Traced]) -> str:
+  """Hashes what is traced when it is lowered, and the structure of its arguments and results."""
   with _without_locations():
-    lowered = traced_step(trainer, rows).lower()
+    lowered = trace().lower()
   digest = hashlib.sha256(lowered.as_text().encode())
   digest.update(f"{lowered.in_tree}{lowered.out_tree}".encode())
   return digest.hexdigest()

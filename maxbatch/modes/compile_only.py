@@ -216,7 +216,11 @@ def prepare_only(config: Config, *, retune: bool = False, method: Method = PRETR
     return
   with started(config), ending_together():
     target = connected_devices(config)
-    if isinstance(config.batch.micro_batch_size, Explore):
+    batch = config.batch
+    if any(
+      isinstance(size, Explore)
+      for size in (batch.micro_batch_size, batch.eval_per_device_batch_size)
+    ):
       cache.enable(config.compile.jax_cache_dir)
       _explore(config, target, method)
     else:
@@ -259,7 +263,7 @@ def _explore(config: Config, target: Target, method: Method) -> None:
   print()
   report = prober.reports[ranking.ranked[0].candidate]
   _show([report], folder)
-  if report.sampling is None:
+  if report.sampling is None and isinstance(config.batch.micro_batch_size, Explore):
     _remember(chosen, f"{ranking}\n\n{report}")
   write_shared_file(folder.exploration, json.dumps(ranking.as_dict(), indent=2) + "\n")
   _check_estimated([report])

@@ -23,7 +23,7 @@ from maxbatch.training.noise_run import Meter
 from maxbatch.training.objective import Loss
 from maxbatch.training.step import Trainer
 from maxbatch.tuning.candidates import Candidate
-from maxbatch.tuning.search import Prober
+from maxbatch.tuning.search import CompilingProber
 
 _ORIGIN = Position(0, 0)
 
@@ -151,7 +151,7 @@ class Method(Protocol):
 
   def explored(
     self, config: Config, target: Target
-  ) -> tuple[Config, Prober, Callable[[Config, Topology], Sequence[Candidate]]]:
+  ) -> tuple[Config, CompilingProber[Candidate], Callable[[Config, Topology], Sequence[Candidate]]]:
     """Returns what micro_batch_size=explore tries: the run, what tries a size of it, and its sizes.
 
     Raises:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.find import newest_record
 from maxbatch.checkpoints.record import changed_settings, settings
 from maxbatch.compile.step_file import step_compiler
+from maxbatch.config.keys.batch import Explore
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted, text
 from maxbatch.core.plan import BatchPlan
@@ -49,13 +51,14 @@ from maxbatch.tuning.candidates import (
   with_size,
 )
 from maxbatch.tuning.coupling import resolve_accumulation
+from maxbatch.tuning.eval_candidates import asked_to_evaluate, eval_sizes_of, is_eval_open
 from maxbatch.tuning.exploration import without_variants
-from maxbatch.tuning.microbatch_size import check_explored, choose
+from maxbatch.tuning.microbatch_size import check_explored, choose, choose_to_evaluate
 from maxbatch.tuning.pipeline_microbatches import (
   PipelineMicrobatchProber,
   choose_num_pipeline_microbatches,
 )
-from maxbatch.tuning.search import Prober
+from maxbatch.tuning.search import CompilingProber, EvalProber, Prober
 
 
 def make_noise(
@@ -180,16 +183,27 @@ class Pretraining:
       sized = choose_num_pipeline_microbatches(
         sized, target, prober, remembered_choices(), retune=retune, plan=plan
       )
+      sized, plan = _with_eval_batch(sized, plan, target, retune=retune)
+    elif is_eval_open(config.batch):
+      notes = [*notes, f"{asked_to_evaluate(config.batch)} {_SMALLEST_EVALUATION}"]
     return ResolvedRun(config, sized, target, plan, TextTraining(sized, plan), saved, notes=notes)
 
   def explored(
     self, config: Config, target: Target
-  ) -> tuple[Config, Prober, Callable[[Config, Topology], Sequence[Candidate]]]:
-    """Returns the run, what tries a size of it, and its sizes; says what is not explored.
+  ) -> tuple[Config, CompilingProber[Candidate], Callable[[Config, Topology], Sequence[Candidate]]]:
+    """Returns the run, what tries a size of it or of its evaluation, and the sizes; says what is not explored.
 
     Raises:
-      UserError: the model has no sizes to explore.
+      UserError: the model has no sizes to explore, or both are to be explored.
     """
+    if not isinstance(config.batch.micro_batch_size, Explore):
+      config, _ = resolve_micro_batch_size(config, target)
+      return config, EvalProber(config, target.devices, target.layout), eval_sizes_of
+    if is_eval_open(config.batch):
+      raise UserError(
+        f"{asked(config.batch)} {asked_to_evaluate(config.batch)}: the evaluation is tried beside a training "
+        "whose microbatch is known; first eval_per_device_batch_size=0"
+      )
     if resolve_accumulation(config, target.layout) != config:
       raise UserError(
         "micro_batch_size=explore: the model's samples depend on each other, so that a step has one "
@@ -206,6 +220,19 @@ class Pretraining:
 
 
 PRETRAINING = Pretraining()
+_SMALLEST_EVALUATION = "is chosen when the run starts; checked with training's microbatch"
+
+
+def _with_eval_batch(
+  config: Config, plan: BatchPlan, target: Target, *, retune: bool
+) -> tuple[Config, BatchPlan]:
+  """Returns the configuration with its evaluation batch chosen, if it was to be, and the plan with it."""
+  prober = EvalProber(config, target.devices, target.layout)
+  chosen = choose_to_evaluate(config, target, prober, remembered_choices(), retune=retune)
+  size = chosen.batch.eval_per_device_batch_size
+  if chosen is config or not isinstance(size, Fraction):
+    return config, plan
+  return chosen, dataclasses.replace(plan, eval_batch=int(size * target.layout.num_devices))
 
 
 def saved_record(config: Config) -> Mapping[str, Any] | None:

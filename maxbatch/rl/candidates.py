@@ -83,7 +83,7 @@ def rl_sizes_of(config: Config, training: Topology) -> tuple[RLCandidate, ...]:
     )
     for plan in plans
   ]
-  return in_range(config.batch, allowed)
+  return in_range(config.batch.micro_batch_size, allowed)
 
 
 def _planned(config: Config, training: Topology, whole: RLPlan, size: int) -> RLPlan | None:

@@ -37,7 +37,7 @@ from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.precision.loss_scale import LossScaling, scaling_of
 from maxbatch.precision.policy import check_range, policy_of
-from maxbatch.training.evaluation import EvalStep, eval_function
+from maxbatch.training.evaluation import EvalStep, traced_eval
 from maxbatch.training.metrics import chosen_metrics
 from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.objective import TEXT, Loss
@@ -242,8 +242,7 @@ def undivided_parameters(trainer: Trainer) -> list[str]:
 
 
 def lost_updates(model: Model) -> list[str]:
-  """Says what training loses to the rounding of its weights, in lines; none where it loses
-  nothing."""
+  """Says what training loses to the rounding of its weights, in lines; none where it loses nothing."""
   if not _rounds_updates(model) or model.policy.weight_rounding == "stochastic":
     return []
   return [
@@ -300,21 +299,22 @@ def compiled_step(
 
 @functools.lru_cache(_KEPT)
 def _compiled_step(trainer: Trainer, rows: Rows) -> Step:
-  lowered = _traced_step(trainer, rows).lower()
-  return lowered.compile(trainer.compiler_flags.options)
+  return _traced_step(trainer, rows).lower().compile(trainer.compiler_flags.options)
+
+
+def eval_batch_rows(plan: BatchPlan, trainer: Trainer, source: RowSource) -> Rows:
+  """Returns the shapes of the rows in an evaluation batch."""
+  return _shapes(source, (plan.eval_batch,), _row_placement(trainer, plan, plan.eval_batch))
 
 
 def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalStep:
   """Compiles the evaluation of one batch."""
-  return _compiled_eval(
-    trainer, _shapes(source, (plan.eval_batch,), _row_placement(trainer, plan, plan.eval_batch))
-  )
+  return _compiled_eval(trainer, eval_batch_rows(plan, trainer, source))
 
 
 @functools.lru_cache(_KEPT)
 def _compiled_eval(trainer: Trainer, rows: Rows) -> EvalStep:
-  lowered = eval_function(trainer, rows).lower(trainer.abstract.parameters, rows)
-  return lowered.compile(trainer.compiler_flags.options)
+  return traced_eval(trainer, rows).lower().compile(trainer.compiler_flags.options)
 
 
 def _shapes(source: RowSource, leading: tuple[int, ...], place: RowPlacement) -> Rows:

@@ -61,6 +61,11 @@ def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
   )
 
 
+def traced_eval(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
+  """Traces the evaluation of a batch of these shapes, with every sharding fixed."""
+  return eval_function(trainer, rows).trace(trainer.abstract.parameters, rows)
+
+
 def eval_shardings(rows: Rows, mesh: Mesh) -> Rows:
   """Returns the shardings of rows (B, …): divided along B."""
   return jax.tree.map(lambda x: sharding(("batch", *(None,) * (x.ndim - 1)), x.shape, mesh), rows)

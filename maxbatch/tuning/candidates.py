@@ -12,7 +12,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from maxbatch.batch.from_config import given_sizes, is_rl, plan_batches
 from maxbatch.config.keys.batch import Explore
@@ -33,7 +33,7 @@ _BEYOND_SHARE = 4
 LEAST_TOKENS = 2048
 """Without a range, explore tries sizes up to so many times what the batch is on each device, or so many
 tokens of a device."""
-_MOST_TOKENS = 1 << 17
+MOST_TOKENS = 1 << 17
 """Tokens of one microbatch on one device beyond which no size is looked for when the batch is open."""
 
 
@@ -68,6 +68,7 @@ class Candidate:
     """The size as micro_batch_size counts it."""
     return self.per_device
 
+  key: ClassVar[str] = "micro_batch_size"
   unit: ClassVar[str] = "samples per device"
   unit_of_microbatch: ClassVar[str] = "samples per device and microbatch"
 
@@ -103,6 +104,15 @@ class Candidate:
     """Returns global batches that this size divides: the plan's own, and those next to it."""
     near = (self.batch - self.micro_batch, self.batch, self.batch + self.micro_batch)
     return tuple(batch for batch in near if batch > 0)
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns plain values."""
+    return {
+      self.key: text(self.size),
+      "gradient_accumulation_steps": self.num_microbatches,
+      "global_batch_to_train": self.batch,
+      "suggested_global_batches": list(self.suggested_batches()),
+    }
 
 
 AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
@@ -160,15 +170,15 @@ def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[
   given = given_sizes(batch)
   _check_open(batch, given)
   if not given.batch:
-    most = Fraction(_MOST_TOKENS, batch.max_target_length)
-    sizes = _powers_of_two(batch, per_device_size(1, topology), most)
+    most = Fraction(MOST_TOKENS, batch.max_target_length)
+    sizes = powers_of_two(per_device_size(1, topology), _top(batch, most))
   else:
     least = Fraction(LEAST_TOKENS, batch.max_target_length)
     sizes = with_powers_of_two(
       batch, _divisors(given, topology), per_device_size(1, topology), least
     )
   allowed = _with_a_plan(batch, run, topology, sizes)
-  return in_range(batch, allowed)
+  return in_range(batch.micro_batch_size, allowed)
 
 
 def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
@@ -200,19 +210,28 @@ def with_policy(model: ModelConfig, policy: str) -> ModelConfig:
 
 
 def asked(batch: BatchConfig) -> str:
-  """Returns the key and its value, as it is written."""
-  value = batch.micro_batch_size
+  """Returns micro_batch_size and its value, as it is written."""
+  return written(Candidate.key, batch.micro_batch_size)
+
+
+def written(key: str, value: Fraction | str | Explore) -> str:
+  """Returns a key and its value, as it is written."""
   if value == Explore():
-    return "micro_batch_size=explore"
+    return f"{key}=explore"
   if isinstance(value, Explore):
-    return f"micro_batch_size={{explore: {{min: {value.min}, max: {value.max}}}}}"
-  return f"micro_batch_size={value}"
+    return f"{key}={{explore: {{min: {value.min}, max: {value.max}}}}}"
+  return f"{key}={value}"
 
 
 def offered(batch: BatchConfig, sizes: Sequence[Candidate]) -> str:
   """Returns what is chosen from: `micro_batch_size=auto chooses from 1, 2, 4 samples …`."""
-  line = f"{asked(batch)} chooses from {_listed(sizes)} {sizes[0].unit_of_microbatch}"
+  line = listed(asked(batch), sizes)
   return f"{line}, and batch_size follows" if batch_follows(batch) else line
+
+
+def listed(asked: str, sizes: Sequence[Candidate]) -> str:
+  """Returns `asked` with what it chooses from."""
+  return f"{asked} chooses from {_listed(sizes)} {sizes[0].unit_of_microbatch}"
 
 
 _ASKS = ("micro_batch_size", "validate_only", "compile_only")
@@ -284,14 +303,18 @@ def with_powers_of_two(
   if not isinstance(batch.micro_batch_size, Explore):
     return list(divisors)
   most = max(_BEYOND_SHARE * divisors[-1], least)
-  return sorted({*divisors, *_powers_of_two(batch, first, most)})
+  return sorted({*divisors, *powers_of_two(first, _top(batch, most))})
 
 
-def _powers_of_two(batch: BatchConfig, first: Fraction, most: Fraction) -> list[Fraction]:
-  """Returns sizes of 1, 2, 4, … times the first, at most explore's max or `most`, at least two."""
+def _top(batch: BatchConfig, most: Fraction) -> Fraction:
+  """Returns explore's max, or `most` where there is none."""
+  value = batch.micro_batch_size
+  return Fraction(value.max) if isinstance(value, Explore) and value.max != -1 else most
+
+
+def powers_of_two(first: Fraction, most: Fraction) -> list[Fraction]:
+  """Returns sizes of 1, 2, 4, … times the first, at most `most`, at least two."""
   sizes = [first, first * 2]
-  top = batch.micro_batch_size.max if isinstance(batch.micro_batch_size, Explore) else -1
-  most = most if top == -1 else Fraction(top)
   while sizes[-1] * 2 <= most:
     sizes.append(sizes[-1] * 2)
   return sizes
@@ -336,13 +359,14 @@ def _with_a_plan(
   )
 
 
-def in_range(batch: BatchConfig, allowed: Sequence[AnyCandidate]) -> tuple[AnyCandidate, ...]:
-  """Returns those of the sizes that lie in the range of explore, if there is one.
+def in_range(
+  value: Fraction | str | Explore, allowed: Sequence[AnyCandidate]
+) -> tuple[AnyCandidate, ...]:
+  """Returns those of the sizes that lie in the range of explore, if `value` is one.
 
   Raises:
     UserError: there are none.
   """
-  value = batch.micro_batch_size
   if not isinstance(value, Explore):
     return tuple(allowed)
   # Sizes below 1 exist where devices share a sample; no whole minimum could name them.
@@ -356,7 +380,7 @@ def in_range(batch: BatchConfig, allowed: Sequence[AnyCandidate]) -> tuple[AnyCa
   # explore's bounds are whole: the smallest and the largest size, rounded outwards.
   low, high = math.floor(allowed[0].size), math.ceil(allowed[-1].size)
   raise UserError(
-    f"{asked(batch)}: none of the {counted(len(allowed), 'size')} that the plan allows lies in this "
+    f"{written(allowed[0].key, value)}: none of the {counted(len(allowed), 'size')} that the plan allows lies in this "
     f"range; allowed: {_listed(allowed)} {allowed[0].unit}; for example "
-    f"micro_batch_size={{explore: {{min: {max(1, low)}, max: {high}}}}}"
+    f"{allowed[0].key}={{explore: {{min: {max(1, low)}, max: {high}}}}}"
   )

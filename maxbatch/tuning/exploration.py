@@ -71,7 +71,15 @@ class Exploration:
 
   def __str__(self) -> str:
     """Returns the ranked table, with what its numbers mean."""
-    head = ("", "micro_batch_size", "microbatches", "peak memory", "step", "samples/s", "tokens/s")
+    head = (
+      "",
+      self.tried[0].candidate.key,
+      "microbatches",
+      "peak memory",
+      "step",
+      "samples/s",
+      "tokens/s",
+    )
     head += ("utilisation", "suggested global batches")
     rows = [_fitting_row(rank, one) for rank, one in enumerate(self.ranked, 1)]
     rows += [
@@ -91,7 +99,7 @@ class Exploration:
       "confidence": self.confidence,
       "fitting": [one.as_dict() for one in self.ranked],
       "not_fitting": [one.as_dict() for one in self._too_large()]
-      + [{"micro_batch_size": text(one.candidate.size)} for one in self.skipped],
+      + [{one.candidate.key: text(one.candidate.size)} for one in self.skipped],
     }
 
   def _too_large(self) -> list[Tried]:
@@ -188,11 +196,11 @@ def _line(result: Exploration, base: Tried | None) -> str:
   progress = f"exploration progress: {result.share_explored:.0%}"
   if result.best is None or base is None:
     last = result.tried[-1]
-    return f"INFO: micro_batch_size: {last.size} does not fit ({last.probe.memory}), {progress}"
+    return f"INFO: {last.candidate.key}: {last.size} does not fit ({last.probe.memory}), {progress}"
   gain = result.best.samples_per_second / (base.samples_per_second or math.inf)
   best = result.best.candidate
   return (
-    f"INFO: Current recommended micro_batch_size: {result.best.size}, {result.best.probe.how} "
+    f"INFO: Current recommended {best.key}: {result.best.size}, {result.best.probe.how} "
     f"performance: {gain:.2f}x base, {progress}, confidence: {result.confidence} (of "
     f"{MOST_CONFIDENCE})"
     + (f", remat_policy: {best.remat_policy}" if best.remat_policy else "")

@@ -1,4 +1,5 @@
-"""micro_batch_size auto and explore: from a Config that asks for a choice to one that has it made.
+"""micro_batch_size and eval_per_device_batch_size, auto and explore: from a Config that asks for a choice to
+one that has it made.
 
 All processes probe together, and every number that decides is process 0's: so all take the same
 path through the search and end with the same size. Nothing of the training is consumed.
@@ -17,7 +18,13 @@ import jax
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.program import memory_suggestions
-from maxbatch.compile.step_identity import compiler_environment, library_versions, lowered_hash
+from maxbatch.compile.step_identity import (
+  compiler_environment,
+  library_versions,
+  lowered_hash,
+  traced_hash,
+)
+from maxbatch.config.keys.batch import Explore
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import text
@@ -25,7 +32,8 @@ from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import EXPLORE, compiler_flags
 from maxbatch.hardware.devices import Target, machine_bytes
-from maxbatch.training.build import build_trainer
+from maxbatch.training.build import build_trainer, eval_batch_rows
+from maxbatch.training.evaluation import traced_eval
 from maxbatch.tuning.candidates import (
   Candidate,
   asked,
@@ -35,6 +43,7 @@ from maxbatch.tuning.candidates import (
   sizes_of,
   with_default_batch,
 )
+from maxbatch.tuning.eval_candidates import asked_to_evaluate, eval_sizes_of
 from maxbatch.tuning.exploration import Exploration, explore, with_variants
 from maxbatch.tuning.remembered import Made, RememberedChoice
 from maxbatch.tuning.search import ProbeSize, Say, agreed, choose_largest, in_process_0
@@ -73,6 +82,29 @@ def choose(
   return choose_from(config, sizes, depends_on, probe, folder, line, retune=retune, say=say)
 
 
+def choose_to_evaluate(
+  config: Config,
+  place: Target,
+  probe: ProbeSize,
+  folder: pathlib.Path,
+  *,
+  retune: bool = False,
+  say: Say = print,
+) -> Config:
+  """Returns the configuration with eval_per_device_batch_size a number, by the same search; arguments as
+  `choose`, of a run whose microbatch is known.
+
+  Raises:
+    UserError: nothing fits.
+  """
+  if config.batch.eval_per_device_batch_size != "auto":
+    return config
+  sizes = eval_sizes_of(config, place.layout)
+  depends_on = what_it_depends_on(config, place, sizes, _lowered_eval)
+  line = functools.partial("{0.key} auto: {0.words} ({1})".format)
+  return choose_from(config, sizes, depends_on, probe, folder, line, retune=retune, say=say)
+
+
 def chooses(config: Config) -> bool:
   """Returns whether there is a size to choose for a run.
 
@@ -81,17 +113,21 @@ def chooses(config: Config) -> bool:
   """
   check_explored(config)
   if is_open(config.batch) and config.batch.micro_batch_size != "auto":
-    raise UserError(_not_here(config))
+    raise UserError(_not_here(asked(config.batch), config))
   return is_open(config.batch)
 
 
 def check_explored(config: Config) -> None:
-  """Checks that what is to be explored beside the size comes with the size.
+  """Checks that nothing is to be explored but with compile_only, and that what is beside the size comes with
+  the size.
 
   Raises:
     UserError: it does not.
   """
-  if config.batch.micro_batch_size == "explore" and config.compile.compile_only:
+  evaluated, compiles = config.batch.eval_per_device_batch_size, config.compile.compile_only
+  if isinstance(evaluated, Explore) and not compiles:
+    raise UserError(_not_here(asked_to_evaluate(config.batch), config))
+  if config.batch.micro_batch_size == "explore" and compiles:
     return
   for key, value, instead in (
     ("remat_policy", config.model.remat_policy, "full"),
@@ -127,7 +163,7 @@ def choose_from(
     choice = choose_largest(sizes, agreed(probe), memory_suggestions(config))
     return Made(choice.chosen.size, choice.why(), [one.as_dict() for one in choice.tried])
 
-  memory = RememberedChoice(folder, "micro_batch_size", "auto", depends_on)
+  memory = RememberedChoice(folder, sizes[0].key, "auto", depends_on)
   size = memory.recalled_or_made(
     by_size, make, lambda size, why: line(by_size[size], why), retune=retune, say=say
   )
@@ -157,7 +193,7 @@ def explore_sizes(
     UserError: compile_only is not set, or nothing fits.
   """
   if not config.compile.compile_only:
-    raise UserError(_not_here(config))
+    raise UserError(_not_here(asked(config.batch), config))
   sizes = find(config, place.layout)
   sizes = with_variants(sizes, config, place.devices[0])
   say = in_process_0(say)
@@ -217,10 +253,18 @@ def _lowered(config: Config, place: Target) -> str:
   return lowered_hash(config, plan, trainer, placeholder_rows(config), plan.micro_batch_to_train)
 
 
-def _not_here(config: Config) -> str:
+def _lowered_eval(config: Config, place: Target) -> str:
+  """Returns the hashes of the run's step, whose state lies beside it, and of the evaluation."""
+  plan = plan_batches(config.batch, config.run, place.layout)
+  trainer = build_trainer(config, plan, place.devices)
+  rows = eval_batch_rows(plan, trainer, placeholder_rows(config))
+  return f"{_lowered(config, place)} {traced_hash(lambda: traced_eval(trainer, rows))}"
+
+
+def _not_here(explored: str, config: Config) -> str:
   return (
-    f"{asked(config.batch)} tries every size before it ranks them, and needs compile_only=true "
-    f"(now {str(config.compile.compile_only).lower()}); micro_batch_size=auto chooses one for a run"
+    f"{explored} tries every size before it ranks them, and needs compile_only=true "
+    f"(now {str(config.compile.compile_only).lower()}); {explored.partition('=')[0]}=auto chooses one for a run"
   )
 
 

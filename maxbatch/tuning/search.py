@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 import jax
 
 from maxbatch.command_line.screen import GIB, gib, gib_of
-from maxbatch.compile.compile_step import report_or_refusal
+from maxbatch.compile.compile_step import eval_report, report_or_refusal
 from maxbatch.compile.program import DoesNotFitError, capacity_bytes
 from maxbatch.compile.report import CompileReport
 from maxbatch.config.schema import Config
@@ -142,16 +142,13 @@ class Tried:
       "utilisation": probe.utilisation,
     }
     return {
-      "micro_batch_size": self.size,
-      "gradient_accumulation_steps": candidate.num_microbatches,
-      "global_batch_to_train": candidate.batch,
+      **candidate.as_dict(),
       "peak_bytes": probe.peak_bytes,
       "capacity_bytes": probe.capacity_bytes,
       "fits": probe.fits,
       "how": probe.how,
       "spread": probe.spread,
       "coverage": probe.coverage,
-      "suggested_global_batches": list(candidate.suggested_batches()),
     } | {key: value for key, value in known.items() if value is not None}
 
 
@@ -239,7 +236,7 @@ def nothing_fits(smallest: Tried, suggested_fixes: str) -> str:
   probe = smallest.probe
   enough = math.ceil(probe.peak_bytes / GIB)
   return (
-    f"not even micro_batch_size={smallest.size}, the smallest size allowed, fits: "
+    f"not even {smallest.candidate.key}={smallest.size}, the smallest size allowed, fits: "
     f"{smallest.candidate.words} in a microbatch needs {probe.memory}; {suggested_fixes}, or device_memory_gb={enough} if the "
     "devices have that much"
   )
@@ -281,6 +278,16 @@ class Prober(CompilingProber[Candidate]):
 
   def _with(self, size: Candidate) -> Config:
     return size.applied_to(self._config)
+
+
+class EvalProber(CompilingProber[Candidate]):
+  """Finds what evaluation batches of one size need and take."""
+
+  def _with(self, size: Candidate) -> Config:
+    return size.applied_to(self._config)
+
+  def _compiled(self, config: Config) -> CompileReport:
+    return eval_report(config, self._devices, self._layout)
 
 
 def _as_probe(report: CompileReport) -> ProbeResult:

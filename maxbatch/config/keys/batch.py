@@ -70,8 +70,9 @@ class BatchConfig(Section, heading="the batch"):
   loading_hosts: tuple[Annotated[int, Range(low=0, limit=INT32)], ...] = key((), CHANGEABLE, TEXT)
   """Hosts (process numbers, from 0) that read for all, for example [1, 3]; []: the first ones, as
   many as expansion_factor_real_data asks for."""
-  eval_per_device_batch_size: Exact = key(Fraction(0), CHANGEABLE, TEXT)
-  """Samples per device and evaluation batch; raise it if memory allows; 0: as in training."""
+  eval_per_device_batch_size: Exact | Literal["auto"] | Explore = key(Fraction(0), CHANGEABLE, TEXT)
+  """Samples per device and evaluation batch; 0: as in training; auto: the fastest that fits; explore,
+  as for micro_batch_size: rank all (compile_only)."""
   max_target_length: Positive = key(128, FIXED)
   """Sequence length: tokens per sample."""
   accumulation: Literal["fused", "streamed"] = key("fused", CHANGEABLE)
