@@ -5,9 +5,11 @@ half a minute for the addresses of the others, which may still compile. So they 
 long as our own limit says, and then add up a few numbers over every group of the mesh.
 """
 
+import concurrent.futures
 import functools
 import itertools
 import socket
+import threading
 from collections.abc import Callable
 
 import jax
@@ -19,7 +21,6 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import check_none_failed
 from maxbatch.hardware.coordinator import Coordinator, Exchange
 
-_TRIES = 2
 _connected: set[Mesh] = set()
 """A group is connected once for all programs."""
 _meetings = itertools.count()
@@ -51,17 +52,33 @@ def _needs_it() -> bool:
 
 
 def _together(work: Callable[[], None], limit_seconds: float) -> None:
-  """Does `work` in all processes at the same time, and once more where a connection fails."""
-  store, exchange, found = Coordinator(), Exchange(), []
-  for _ in range(_TRIES):
-    _meet(store, limit_seconds)
-    found = exchange([socket.gethostname(), _failure(work)])
-    if not any(failure for _, failure in found):
-      return
-    # They are for one connection: the next try writes others.
-    if store.process == 0:
-      store.forget_addresses()
-  check_none_failed([(host, failure and _refusal(failure)) for host, failure in found])
+  """Does `work` in all processes at the same time; where one of them fails, all end with what each says.
+
+  There is no second try: jaxlib keeps a group whose connection has failed, and fails again at once.
+  """
+  store, exchange = Coordinator(), Exchange()
+  _meet(store, limit_seconds)
+  mine = _failure(work)
+  if mine:
+    # Who comes late would take our address, at which nobody answers any more, and wait for ever.
+    store.forget_addresses()
+  results = _exchanged(exchange, [socket.gethostname(), mine], limit_seconds)
+  check_none_failed([(host, failure and _refusal(failure)) for host, failure in results])
+
+
+def _exchanged(exchange: Exchange, mine: list[str], limit_seconds: float) -> list[list[str]]:
+  """Returns what each process says of its connections."""
+  limit = threading.Timer(limit_seconds, exchange.give_up)
+  limit.start()
+  try:
+    return exchange(mine)
+  except concurrent.futures.CancelledError:
+    raise UserError(
+      f"a process has not connected its devices within jax_distributed_initialization_timeout="
+      f"{limit_seconds:g} seconds of the others. If it is only slow, raise that limit; else start again"
+    ) from None
+  finally:
+    limit.cancel()
 
 
 def _meet(store: Coordinator, limit_seconds: float) -> None:
@@ -87,9 +104,9 @@ def _failure(work: Callable[[], None]) -> str:
 
 def _refusal(failure: str) -> str:
   return (
-    f"its devices and those of the other processes could not be connected, in {_TRIES} tries: "
-    f"{failure}. A process that stands still for half a minute is enough for that; start again, on a "
-    "machine that is less busy or with fewer processes"
+    f"its devices and those of the other processes could not be connected: {failure}. A process that stands "
+    "still for half a minute is enough for that; start again, on a machine that is less busy or with fewer "
+    "processes"
   )
 
 
