@@ -279,11 +279,13 @@ def test_a_budget_ends_with_a_batch(key: str):
 def test_devices_that_only_sample_leave_the_others_to_train():
   rl = config_of(rollout_devices=2).rl
   assert training_devices(rl, 8) == 6
-  assert training_devices(rl, 8, num_slices=2) == 6
+  assert training_devices(rl, 8, num_parts=2) == 6
   with pytest.raises(UserError, match=r"rollout_devices=2 must leave .* rollout_devices=1, or"):
     training_devices(rl, 2)
   with pytest.raises(UserError, match=r"equally many from each of the 4 slices; .*=4, or"):
-    training_devices(rl, 8, num_slices=4)
+    training_devices(rl, 8, num_parts=4)
+  with pytest.raises(UserError, match="equally many from each of the 4 processes; for example"):
+    training_devices(rl, 8, num_parts=4, part="processes")
   with pytest.raises(UserError, match=r"of the 1 devices to train; for example rollout_devices=0:"):
     training_devices(rl, 1)
 

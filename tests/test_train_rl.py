@@ -186,6 +186,21 @@ def test_two_processes_train_as_one_and_a_killed_one_costs_nothing(whole, prompt
     assert result == pytest.approx(right, rel=1e-6, abs=1e-6)
 
 
+def test_devices_that_only_sample_are_those_of_all_processes(whole, prompts, tmp_path):
+  """The last two of each; those that train divide the parameters over both processes."""
+  parameters, expected = whole("apart")
+  own = [*keys("apart", prompts), f"base_output_directory={tmp_path}", "run_name=run"]
+  own += ["ici_data_parallelism=1", "ici_fsdp_parallelism=4"]
+  folders = dict.fromkeys(range(2), REPOSITORY / "tests")  # where the rewards' module is
+  ended = wait(start(2, [*KEYS, *own], command=TRAIN_RL, folders=folders))
+  assert [each.exit_code for each in ended] == [0, 0], ended
+  assert "data 1 × fsdp 4" in ended[0].output
+  for result, right in zip(figures(tmp_path), expected, strict=True):
+    assert result == pytest.approx(right, rel=1e-5, abs=1e-6)
+  for result, right in zip(run(tmp_path, *own), parameters, strict=True):
+    np.testing.assert_allclose(result, right, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("way", ["all", "apart"])
 def test_at_any_staleness_the_bits_are_those_of_the_synchronous_run(
   whole, prompts, tmp_path, monkeypatch, way

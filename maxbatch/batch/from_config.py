@@ -51,20 +51,26 @@ def check_supervised(config: RLConfig) -> None:
     )
 
 
-def training_devices(config: RLConfig, num_devices: int, num_slices: int = 1) -> int:
+def training_devices(
+  config: RLConfig, num_devices: int, num_parts: int = 1, part: str = "slices"
+) -> int:
   """Returns how many of all devices train.
 
+  Args:
+    config: says how many only sample.
+    num_devices: all that there are.
+    num_parts: slices, or processes, each of which has as many that sample.
+    part: which of the two.
+
   Raises:
-    UserError: those that only sample leave none, or slices of different sizes.
+    UserError: those that only sample leave none, or slices or processes of different sizes.
   """
-  rollout, each = config.rollout_devices, num_devices // num_slices
-  if rollout < num_devices and rollout % num_slices == 0:
+  rollout, each = config.rollout_devices, num_devices // num_parts
+  if rollout < num_devices and rollout % num_parts == 0:
     return num_devices - rollout
-  fitting = min(max(round(rollout / num_slices), 1), each - 1) * num_slices
+  fitting = min(max(round(rollout / num_parts), 1), each - 1) * num_parts
   offer = f"rollout_devices={fitting}, or " if fitting > 0 else ""
-  equally = (
-    f", and take equally many from each of the {num_slices} slices" if num_slices > 1 else ""
-  )
+  equally = f", and take equally many from each of the {num_parts} {part}" if num_parts > 1 else ""
   raise UserError(
     f"rollout_devices={rollout} must leave some of the {num_devices} devices to train{equally}; "
     f"for example {offer}rollout_devices=0: all devices sample and train in turn"

@@ -151,19 +151,22 @@ def find_devices(config: Config) -> Target:
       compiler for it, the axes do not multiply to the devices, or rollout_devices leave none.
   """
   devices = start_devices(config)
-  slices: dict[int, list[Device]] = {}
+  parts: dict[tuple[int, int], list[Device]] = {}
   for device in devices:
-    # Platforms that know no slices have one.
-    slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    # Platforms that know no slices have one; of a slice that is not here nobody says whose devices are whose.
+    process = 0 if config.compile.compile_topology else getattr(device, "process_index", 0)
+    parts.setdefault((getattr(device, "slice_index", 0), process), []).append(device)
+  num_slices = len({number for number, _ in parts})
   if not config.rl.rollout_devices:
-    return Target(devices, topology(config.mesh, len(devices), len(slices)))
-  training = training_devices(config.rl, len(devices), len(slices))
-  # The last of each slice sample.
-  each = training // len(slices)
+    return Target(devices, topology(config.mesh, len(devices), num_slices))
+  unit = "processes" if len(parts) > num_slices else "slices"
+  training = training_devices(config.rl, len(devices), len(parts), unit)
+  # The last of each process sample, in the order of the slices.
+  each, owned = training // len(parts), [parts[part] for part in sorted(parts)]
   return Target(
-    [device for own in slices.values() for device in own[:each]],
-    topology(config.mesh, training, len(slices)),
-    [device for own in slices.values() for device in own[each:]],
+    [device for own in owned for device in own[:each]],
+    topology(config.mesh, training, num_slices),
+    [device for own in owned for device in own[each:]],
   )
 
 

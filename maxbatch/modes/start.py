@@ -35,7 +35,7 @@ from maxbatch.hardware.agreement import check_alike, gather, shared_error
 from maxbatch.hardware.connections import connect, connect_processes
 from maxbatch.hardware.devices import Target, find_devices, idle_accelerators, start_devices
 from maxbatch.hardware.ending import ending_together
-from maxbatch.hardware.sharding import make_mesh
+from maxbatch.hardware.sharding import make_mesh, rollout_mesh
 from maxbatch.run_folder.paths import RunFolder
 
 
@@ -151,7 +151,7 @@ def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
 
 
 def connected_devices(config: Config) -> Target:
-  """Finds the devices, and connects those of several processes in every group of their mesh: a program
+  """Finds the devices, and connects those of several processes in every group of their meshes: a program
   that is the first to use a group would wait for processes that still compile.
 
   Raises:
@@ -159,9 +159,11 @@ def connected_devices(config: Config) -> Target:
   """
   target = find_devices(config)
   if not config.compile.compile_topology:
-    mesh = make_mesh(target.layout, target.devices)
+    meshes = [make_mesh(target.layout, target.devices)]
+    meshes += [rollout_mesh(target.rollout)] if target.rollout else []
     with ending_together(alone=True):
-      connect(mesh, config.distributed.jax_distributed_initialization_timeout)
+      for mesh in meshes:
+        connect(mesh, config.distributed.jax_distributed_initialization_timeout)
   return target
 
 

@@ -36,7 +36,7 @@ from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.rl.prompt_noise import PromptNoiseMeter, in_halves
 from maxbatch.rl.prompt_set import PromptSet, prompt_set
 from maxbatch.rl.prompts import Prompts, PromptStream, epoch_size
-from maxbatch.rl.requirements import check_prompt_noise, check_rl, check_rollout_devices
+from maxbatch.rl.requirements import check_prompt_noise, check_rl
 from maxbatch.rl.rewards import RewardPool, SharedRewards, check_rewards
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.rollout_program import RolloutCompiler, RolloutPlace, traced_rollout
@@ -175,7 +175,8 @@ class PolicyTraining:
         # Devices of their own sample from the dispatch on, whatever others still train on.
         timed = of_rollout.timed if self.rollout else clock.timed
         make = MicrobatchMaker(config.rl, plan, stream, sampler, SharedRewards(pool), timed)
-        apart = bool(self.rollout)
+        # Several processes dispatch alike: a thread of its own would come before others in one of them.
+        apart = bool(self.rollout) and jax.process_count() == 1
         return RolloutLoader(
           plan, position, make, policies, trainer.mesh, records, complete, apart=apart
         )
@@ -249,7 +250,6 @@ class GRPOMethod:
     if self.resolved:
       return self.resolved
     check_rl(config)
-    check_rollout_devices(config.rl, jax.process_count())
     chosen_writers(config.run.metrics_writers, config.run.plugins)
     with one_process_at_a_time():
       config, prompts, unseen = _with_prompts(config)

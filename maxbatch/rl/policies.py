@@ -101,10 +101,19 @@ class Policies:
 
 
 def mover(training: Mesh, sampling: Mesh) -> Move:
-  """Copies parameters from one mesh to each device of another, without waiting for them."""
+  """Copies parameters from one mesh to each device of another, without waiting for them.
+
+  Every process copies to its own devices, and has some of both meshes.
+  """
   # Made whole first: from parts that lie otherwise jax copies by way of the host, and waits.
   whole = jax.jit(_copied, out_shardings=replicated(training))
-  return lambda parameters: jax.device_put(whole(parameters), replicated(sampling))
+  place = replicated(sampling)
+
+  def moved(x: jax.Array) -> jax.Array:
+    parts = [jax.device_put(x.addressable_data(0), each) for each in place.addressable_devices]
+    return jax.make_array_from_single_device_arrays(x.shape, place, parts)
+
+  return lambda parameters: jax.tree.map(moved, whole(parameters))
 
 
 @jax.jit

@@ -4,7 +4,7 @@ from maxbatch.batch.from_config import is_rl
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.rl_sizes import halving_micro_batch_sizes
 from maxbatch.config.load import to_flat_dict
-from maxbatch.config.schema import Config, NoiseConfig, RLConfig
+from maxbatch.config.schema import Config, NoiseConfig
 from maxbatch.errors import UserError
 from maxbatch.rl.rewards import check_rewards
 from maxbatch.rl.tasks import task_named
@@ -54,19 +54,6 @@ def check_rl(config: Config) -> None:
     )
   _check_beginning(config)
   check_rewards(config.rl)
-
-
-def check_rollout_devices(config: RLConfig, num_processes: int) -> None:
-  """Checks that devices which only sample are this process's own.
-
-  Raises:
-    UserError: other processes have joined.
-  """
-  if config.rollout_devices and num_processes > 1:
-    raise UserError(
-      f"rollout_devices={config.rollout_devices} with num_processes={num_processes}: devices that "
-      "only sample work with one process only so far; for example rollout_devices=0"
-    )
 
 
 def check_prompt_noise(config: NoiseConfig, plan: RLPlan) -> None:

@@ -8,7 +8,8 @@ one program to the next. Completions are read and rewarded in a thread of their 
 
 Devices that only sample (rollout_devices) share no program with those that train, so that no order
 between the two matters: they are fed by a thread of their own, one microbatch after the other, as far
-ahead as there is a policy.
+ahead as there is a policy. In several processes the one thread feeds them too: on CPUs Gloo does one program
+after the other, on all devices of a process, and waits for ever where processes differ in the order.
 """
 
 import collections
@@ -63,7 +64,7 @@ class RolloutLoader:
       records: are told, of every step, what its microbatches count, before the last is yielded.
       complete: adds to the completions of a batch, on the devices, what the loss takes besides.
       overlaps: else each microbatch is made when it is asked for: the same, one after the other.
-      apart: whether other devices sample than train.
+      apart: whether other devices sample than train, and are fed by a thread of their own.
     """
     self._plan, self._make, self._policies, self._mesh = plan, make, policies, mesh
     self._records, self._complete, self._overlaps = records, complete, overlaps
