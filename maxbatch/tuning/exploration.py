@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from maxbatch.command_line.screen import Table
@@ -14,7 +14,7 @@ from maxbatch.hardware.compiler_flags import EXPLORE, NONE, explored
 from maxbatch.hardware.devices import Device
 from maxbatch.models.remat import POLICIES, offload_obstacle
 from maxbatch.tuning.candidates import Candidate, with_policy
-from maxbatch.tuning.search import ProbeSize, Tried, nothing_fits
+from maxbatch.tuning.search import ProbeSize, Tried, nothing_fits, search
 
 _GUESSED_TOKENS = 2048
 """Tokens of a microbatch on a device that are worth a first look: matrix products of that many rows
@@ -149,17 +149,22 @@ def explore(
   Raises:
     UserError: nothing fits.
   """
-  result, base = Exploration(len(candidates)), None
-  for candidate in _order(candidates):
-    if candidate in [one.candidate for one in result.skipped]:
-      continue
-    tried = Tried(candidate, probe(candidate))
-    skipped = [] if tried.probe.fits else _larger_than(tried, candidates, result)
-    result = dataclasses.replace(
-      result, tried=(*result.tried, tried), skipped=(*result.skipped, *skipped)
-    )
-    base = base or result.best
-    say(_line(result, base))
+  order = _order(candidates)
+
+  def so_far(known: Mapping[Candidate, Tried]) -> Exploration:
+    tried = tuple(known.values())
+    return Exploration(len(candidates), tried, _skipped(candidates, tried))
+
+  def next_candidate(known: Mapping[Candidate, Tried]) -> Candidate | None:
+    done = {*known, *(one.candidate for one in so_far(known).skipped)}
+    return next((one for one in order if one not in done), None)
+
+  def probed(candidate: Candidate) -> Tried:
+    return Tried(candidate, probe(candidate))
+
+  result = so_far(
+    search(next_candidate, probed, len(candidates), lambda known: say(_line(so_far(known))))
+  )
   if result.best is None:
     raise UserError(
       nothing_fits(min(result.tried, key=lambda one: one.probe.peak_bytes), suggested_fixes)
@@ -177,23 +182,25 @@ def _order(candidates: Sequence[Candidate]) -> list[Candidate]:
   return ordered
 
 
-def _larger_than(
-  tried: Tried, candidates: Sequence[Candidate], result: Exploration
-) -> list[Skipped]:
-  """Returns the candidates that cannot fit because `tried` does not."""
-  known = [one.candidate for one in (*result.tried, *result.skipped)]
-  return [
-    Skipped(one, tried)
-    for one in candidates
-    if one.variant == tried.candidate.variant
-    and one.per_device > tried.candidate.per_device
-    and one not in known
-  ]
+def _skipped(candidates: Sequence[Candidate], tried: Sequence[Tried]) -> tuple[Skipped, ...]:
+  """Returns the candidates that cannot fit because a smaller one of the same variant does not."""
+  known, failed = {one.candidate for one in tried}, [one for one in tried if not one.probe.fits]
+  return tuple(
+    Skipped(candidate, smaller[0])
+    for candidate in candidates
+    if candidate not in known and (smaller := [one for one in failed if _is_below(one, candidate)])
+  )
 
 
-def _line(result: Exploration, base: Tried | None) -> str:
+def _is_below(one: Tried, candidate: Candidate) -> bool:
+  same = one.candidate.variant == candidate.variant
+  return same and one.candidate.per_device < candidate.per_device
+
+
+def _line(result: Exploration) -> str:
   """Returns the recommendation so far."""
   progress = f"exploration progress: {result.share_explored:.0%}"
+  base = next((one for one in result.tried if one.probe.fits), None)
   if result.best is None or base is None:
     last = result.tried[-1]
     return f"INFO: {last.candidate.key}: {last.size} does not fit ({last.probe.memory}), {progress}"

@@ -1,8 +1,9 @@
 """The search for a size that fits and is fast: probe by probe, as far as a policy asks and a budget allows.
 
-A size is never tried by running it; a probe reads what a compiler says it needs. There are two policies:
+A size is never tried by running it; a probe reads what a compiler says it needs. There are three policies:
 that of micro_batch_size=auto, here, takes the largest size that fits, by bisection, unless a smaller one is
-clearly faster; that of num_pipeline_microbatches=-1 is in pipeline_ranking.py.
+clearly faster; that of explore, all of them, is in exploration.py, that of num_pipeline_microbatches=-1 in
+pipeline_ranking.py.
 
 What one size needs and takes: its program, compiled and timed, never run until memory is out.
 """
@@ -74,15 +75,20 @@ def search(
   next_size: Callable[[Mapping[Size, Found]], Size | None],
   probe: Callable[[Size], Found],
   most: int,
+  learnt: Callable[[Mapping[Size, Found]], None] = lambda known: None,
 ) -> dict[Size, Found]:
   """Probes one size after the other; returns what is known, in the order in which it was learnt.
 
   Args:
     next_size: the policy: what to probe after what is known; None: enough is.
+    probe: of one size, never called twice for it.
+    most: so many sizes at most.
+    learnt: takes note of what is known after each.
   """
   known: dict[Size, Found] = {}
   while len(known) < most and (size := next_size(known)) is not None:
     known[size] = probe(size)
+    learnt(known)
   return known
 
 
