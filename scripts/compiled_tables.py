@@ -64,7 +64,6 @@ ROWS: Mapping[str, Mapping[str, str]] = {
     "`interleaved_1f1b`, 2 repeats": f"{_STAGES} pipeline_schedule=interleaved_1f1b num_pipeline_repeats=2",
     "`circular`, 2 repeats": f"{_STAGES} pipeline_schedule=circular num_pipeline_repeats=2",
     "`1f1b`": f"{_STAGES} pipeline_schedule=1f1b",
-    "`gpipe`": f"{_STAGES} pipeline_schedule=gpipe",
   },
   "slices": {
     "a replica on each, fsdp 16 inside (`dcn_data_parallelism=4`)": f"{_SLICES} dcn_data_parallelism=4",
