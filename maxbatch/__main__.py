@@ -11,14 +11,14 @@ from maxbatch.config.find import did_you_mean
 from maxbatch.errors import EXIT_USER_ERROR
 
 COMMANDS = {
-  "train": "trains a language model; validates or compiles its step alone, if asked to",
+  "train": "trains a language model; or only validates or compiles its step",
   "train_rl": "trains by reinforcement learning (GRPO)",
   "plan": "prints every batch size of a run, on any number of devices, at once",
   "advise": "says which batch, ramp, learning rate and mesh for a model, tokens and a slice",
   "sample": "writes texts with a checkpoint",
   "convert": "makes a run of a Hugging Face model, or such a model of a run",
   "report": "writes a page about a run, or several over each other",
-  "runs": "lists the runs in a folder, how they go, and how to go on",
+  "runs": "lists the runs in a folder, their progress, and how to continue them",
   "pipeline": "draws, checks and costs a pipeline schedule",
   "critical_batch": "measures up to which batch training loses nothing",
   "input_analyzer": "measures whether the data keep up with the step, and what to set",

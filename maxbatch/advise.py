@@ -44,7 +44,7 @@ _HEAD = "# Advice of maxbatch: "
 _HERE_ONLY = ("config", "compile_topology", "compile_topology_num_slices")
 """Keys of the question that say where, not what: a run finds its devices itself."""
 _WHY = {
-  "steps": "The budget: whole microbatches of the tokens that were asked for.",
+  "steps": "The budget: the requested tokens, in whole microbatches.",
   "schedule_unit": "Steps of a ramp differ in size: intervals and schedules count samples.",
   "batch_size": "The batch, at the end of a ramp, and how it is divided.",
   "batch_schedule": "The ramp: [from sample, samples of a step].",
@@ -83,7 +83,7 @@ class AdviseArguments:
   ] = 0.0
   rate_found_at: Annotated[
     CountOrZeroOrUnset,
-    Key("the batch in tokens for which learning_rate was found", "rate_found_at=524288"),
+    Key("the batch in tokens at which learning_rate was tuned", "rate_found_at=524288"),
   ] = 0
   ramp: Annotated[bool, Key("let the batch grow; false: constant", "ramp=false")] = True
   completions: Annotated[
@@ -269,10 +269,10 @@ def _next_steps(advice: Advice, file: str, named: Collection[str], *, explain: b
   ]
   if replaced:
     lines += wrapped(
-      f"Replaced, which were asked for: {' '.join(f'{k}={now[k]}' for k in replaced)}", ""
+      f"Replaced from your request: {' '.join(f'{k}={now[k]}' for k in replaced)}", ""
     )
   if not explain:
-    lines.append("--explain says where every rule is from, and what speaks against it.")
+    lines.append("--explain prints the source of every rule and what speaks against it.")
   return "\n".join(lines)
 
 
@@ -330,7 +330,7 @@ def configuration(
   """
   lines = [_HEAD + " ".join(" ".join(command).split()), f"base_config: {_base(base)}"]
   own = [key for key in asked if key not in _HERE_ONLY and key not in advised]
-  lines += ["# As asked."] if own else []
+  lines += ["# As requested."] if own else []
   lines += [f"{key}: {_value(asked[key])}" for key in own]
   for key, value in advised.items():
     if key in _WHY:

@@ -49,14 +49,14 @@ class ConvertArguments:
   ] = ""
   save_dtype: Annotated[
     Literal["", "float32", "bfloat16", "float16"],
-    Key("of to_hf's tensors; else that of the run's parameters", "save_dtype=bfloat16"),
+    Key("of to_hf's tensors; default: that of the run's parameters", "save_dtype=bfloat16"),
   ] = ""
   export_vocab_size: Annotated[
     NonNegative,
-    Key("of to_hf: rows of the vocabulary to write; else all", "export_vocab_size=50257"),
+    Key("of to_hf: rows of the vocabulary to write; default: all", "export_vocab_size=50257"),
   ] = 0
   hf_access_token: Annotated[
-    str, Key("for models that not everyone may read; else HF_TOKEN", "hf_access_token=hf_...")
+    str, Key("for gated or private models; default: HF_TOKEN", "hf_access_token=hf_...")
   ] = ""
 
 

@@ -113,7 +113,7 @@ COMMAND = Command(
   """\
 Measures the critical batch size at a checkpoint: branches train from it on the same samples with k
 times its batch, and the largest batch whose loss ends within a tolerance of every smaller one is
-reported (Merrill et al. 2025). Branches are runs beside RUN; repeated, the command goes on.
+reported (Merrill et al. 2025). Branches are runs beside RUN; the same command again continues them.
 The configuration is RUN's own config.yml, or config=FILE; keys change it.
 """,
   BranchArguments,
@@ -183,7 +183,7 @@ def measure(request: Request) -> CriticalBatchReport | None:
     print(f"\n=== Branch {branch.name}, {number} of {count}: {branch.batch:,} samples per step")
     one = train_branch(experiment, branch)
     if one is None:
-      print(f"\nStopped in branch {branch.name}; the same command goes on from there.")
+      print(f"\nStopped in branch {branch.name}; the same command continues from there.")
       return None
     measured.append(one)
   return _conclude(request, experiment, measured)

@@ -31,7 +31,7 @@ COMMAND = Command(
   "runs",
   """\
 Lists the runs in a folder (runs, if none is named), a line each: state, step, training and validation
-loss, batch and speed; and for those that have stopped the command that goes on with them.
+loss, batch and speed; and for those that have stopped the command that continues them.
 """,
   RunsArguments,
   usage="[FOLDER ...]",

@@ -25,7 +25,8 @@ class TrainRLArguments:
   retune: Annotated[
     bool,
     Flag(
-      "choose micro_batch_size=auto anew instead of taking what is remembered", old_name="--forget"
+      "choose micro_batch_size=auto again instead of using the remembered choices",
+      old_name="--forget",
     ),
   ] = False
 
@@ -34,7 +35,7 @@ COMMAND = Command(
   "train_rl",
   """\
 Samples completions of prompts, rewards them, and trains the policy on them by GRPO: first, where
-warm_start_steps says so, on demonstrations of a built-in task. The same command goes on with a run
+warm_start_steps says so, on demonstrations of a built-in task. The same command continues a run
 that was stopped.
 """,
   TrainRLArguments,

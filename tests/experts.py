@@ -1,4 +1,4 @@
-"""The mixture of experts of docs/extending.md, for tests of what a model hands out beside hidden states."""
+"""The mixture of experts of docs/extending.md, for tests of what a model returns beside hidden states."""
 
 import importlib
 import sys

@@ -330,7 +330,7 @@ def test_a_batch_of_ones_own_stays_and_what_divides_better_is_priced(capsys):
   text = ask(capsys, *LLAMA, "tokens_per_step=4194304", "ici_fsdp_parallelism=64")
   assert text.startswith("1,024 samples of 4,096 tokens a step")
   assert "Your own batch stays" in text
-  assert "Replaced, which were asked for: ici_fsdp_parallelism=64" in text
+  assert "Replaced from your request: ici_fsdp_parallelism=64" in text
   assert load_config(["config=advice.yml"]).batch.tokens_per_step == -1
 
 

@@ -149,7 +149,7 @@ def test_a_folder_set_before_stays(tmp_path, capfd):
 def test_a_folder_that_cannot_be_made_is_one_line_and_no_failure(tmp_path, capfd):
   (tmp_path / "file").touch()
   assert cache.enable(str(tmp_path / "file" / "folder")) is None
-  line = "folder: cannot be written (Not a directory); every start compiles anew\n"
+  line = "folder: cannot be written (Not a directory); every start compiles again\n"
   assert capfd.readouterr().err == f"jax_cache_dir={tmp_path}/file/{line}"
   compile_something(3)
 

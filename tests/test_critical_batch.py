@@ -178,7 +178,7 @@ def test_stopped_in_a_branch_it_goes_on_there_and_then_with_more_tokens(
     stop_at(patch, 3)
     assert main([f"checkpoint={checkpoint}", "run_name=stopped", *BRANCHES]) == 0
   printed = capsys.readouterr().out
-  assert "Stopped in branch x1; the same command goes on from there." in printed
+  assert "Stopped in branch x1; the same command continues from there." in printed
   assert len(records(folder / "x1")) == 3
   assert not (folder / "x2").exists()
 

@@ -333,8 +333,7 @@ def test_the_offer_for_a_folder_of_links_works(tmp_path):
 def test_records_that_are_read_as_they_stand_are_said(tmp_path):
   write(tmp_path / "in", {"a.jsonl": b'{"text": "hello"}\n' * 20, "b.txt": b"words " * 60})
   assert (
-    "as it stands, keys and quotes included: a.jsonl"
-    in build(tmp_path / "in", tmp_path).description
+    "as it is, keys and quotes included: a.jsonl" in build(tmp_path / "in", tmp_path).description
   )
 
 

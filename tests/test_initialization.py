@@ -161,7 +161,7 @@ def test_interrupted_and_resumed_is_bit_identical(text, bases, tmp_path, monkeyp
   capsys.readouterr()
   state = train(text, tmp_path, "tuned", **given)
   said = capsys.readouterr().out
-  assert f"load_parameters_path={bases}/base counted when the run began" in said
+  assert f"load_parameters_path={bases}/base was used when the run began" in said
   assert "Begins" not in said
   record = newest_record(bases / "tuned" / "checkpoints")
   assert record is not None
@@ -213,7 +213,7 @@ def test_runs_that_moved_together_find_each_other(tmp_path):
 def test_a_whole_state_goes_on_as_its_own_run_does(text, folder, tmp_path, capsys):
   given = {"load_full_state_path": folder / "base", "steps": 6}
   assert main([*arguments(text, tmp_path, "fork", **given), "validate_only=true"]) == 0
-  where = f"{folder}/base/checkpoints/4: goes on after step 4 (32 samples)"
+  where = f"{folder}/base/checkpoints/4: continues after step 4 (32 samples)"
   assert f"parameters, optimizer state and position of {where}" in capsys.readouterr().out
   fork = train(text, tmp_path, "fork", **given)
   own = train(text, folder, "base", steps=6)

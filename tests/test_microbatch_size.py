@@ -87,7 +87,7 @@ def test_a_second_start_asks_nothing(tmp_path):
   (file,) = tmp_path.iterdir()
   assert said == (
     "micro_batch_size auto: 8 samples per device (largest that fits of 1…32: 11.2 of 15.75 GiB; "
-    f"next size 16 needs 21.2 GiB) (remembered from {file}; --retune measures anew)"
+    f"next size 16 needs 21.2 GiB) (remembered from {file}; --retune measures again)"
   )
 
 
@@ -142,7 +142,7 @@ def test_a_damaged_memory_is_said_and_replaced(tmp_path, content):
   file.write_text(content)
   result, said, machine = chosen(auto(), tmp_path)
   assert said.startswith(f"micro_batch_size auto: {file} ")
-  assert said.splitlines()[0].endswith("; measured anew")
+  assert said.splitlines()[0].endswith("; measured again")
   assert machine.asked
   assert result.batch.micro_batch_size == 8
   assert chosen(auto(), tmp_path)[2].asked == []
@@ -343,7 +343,7 @@ def test_a_policy_is_explored_only_with_the_sizes(tmp_path, keys):
   with pytest.raises(UserError) as caught:
     choose(settings, place(), Machine(), tmp_path)
   assert str(caught.value) == (
-    "remat_policy=explore is tried beside every size, and needs micro_batch_size=explore "
+    "remat_policy=explore tries every size, and needs micro_batch_size=explore "
     f"compile_only=true (now micro_batch_size={keys['micro_batch_size']} compile_only=false); for "
     "a run, remat_policy=full"
   )

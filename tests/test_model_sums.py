@@ -193,5 +193,5 @@ def test_what_is_not_of_the_layers_is_refused_in_a_pipeline(monkeypatch):
 
   monkeypatch.setattr(my_experts.Mixture, "__call__", with_another, raising=False)
   registry._built.cache_clear()
-  with pytest.raises(UserError, match="hands out my_rows beside what its layers do"):
+  with pytest.raises(UserError, match="returns my_rows beside what its layers do"):
     stepped(pipelined("gpipe", 2, 1, base_mlp_dim=48), 1)

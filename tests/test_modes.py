@@ -359,7 +359,7 @@ def test_auto_trains_what_the_number_by_hand_trains(tmp_path, capsys, clock):
   clock.clear()
   assert trained(tmp_path / "again", micro_batch_size="auto") == by_hand
   assert clock == []
-  assert "; --retune measures anew)" in capsys.readouterr().out
+  assert "; --retune measures again)" in capsys.readouterr().out
   # And --retune does.
   assert trained(tmp_path / "forgot", "--retune", micro_batch_size="auto") == by_hand
   assert 16 in clock

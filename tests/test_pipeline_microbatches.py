@@ -108,7 +108,7 @@ def test_a_second_start_asks_nothing(tmp_path):
   (file,) = tmp_path.iterdir()
   assert said == (
     "num_pipeline_microbatches -1: 4 (the fastest: 0.5 s a step, measured) (remembered from "
-    f"{file}; --retune measures anew)"
+    f"{file}; --retune measures again)"
   )
   # And --retune does.
   third, _, machine = resolved(settings(), tmp_path, machine=Machine(32), retune=True)
@@ -148,7 +148,7 @@ def test_a_damaged_memory_is_said_and_replaced(tmp_path):
   file.write_text(json.dumps(content | {"choice": {"num_pipeline_microbatches": 5}}))
   result, said, machine = resolved(settings(), tmp_path)
   assert said.startswith(
-    f"num_pipeline_microbatches -1: {file} has a damaged choice; measured anew\n"
+    f"num_pipeline_microbatches -1: {file} has a damaged choice; measured again\n"
   )
   assert machine.asked
   assert result.pipeline.num_pipeline_microbatches == 4

@@ -88,7 +88,7 @@ def test_forgotten_is_gone(tmp_path):
 @pytest.mark.parametrize("value", ["7", None, ["1"]])
 def test_a_value_that_the_key_cannot_take_is_damaged(tmp_path, value):
   memory(tmp_path).write({"micro_batch_size": value}, [])
-  damaged = f"micro_batch_size auto: {memory(tmp_path).file} has a damaged choice; measured anew"
+  damaged = f"micro_batch_size auto: {memory(tmp_path).file} has a damaged choice; measured again"
   assert agreed(tmp_path) == (None, damaged)
 
 

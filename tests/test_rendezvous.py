@@ -148,5 +148,5 @@ def test_a_process_that_another_program_answers_is_refused():
 
     (said, _) = outcomes(lambda: Rendezvous().check_in(f"localhost:{port}", 1), answer)
   assert said.startswith(
-    f"UserError: process_id=1: whatever answers at localhost:{port} does not expect"
+    f"UserError: process_id=1: the program that answers at localhost:{port} does not expect"
   )

@@ -182,7 +182,7 @@ def test_a_metrics_writer_that_is_none_is_refused(tmp_path):
 @pytest.mark.parametrize("key", ["remat_policy", "compiler_flags"])
 def test_what_is_explored_beside_the_size_needs_the_size(tmp_path, key):
   said, _ = refusal(tmp_path, **{key: "explore"})
-  assert f"{key}=explore is tried beside every size, and needs micro_batch_size=explore" in said
+  assert f"{key}=explore tries every size, and needs micro_batch_size=explore" in said
 
 
 def test_a_microbatch_that_is_still_to_be_chosen_is_checked_at_its_smallest(tmp_path):

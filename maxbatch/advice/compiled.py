@@ -51,7 +51,7 @@ def compile_sizes(file: str, advice: Advice) -> Compiled:
   if done.returncode:
     raise UserError(
       f"--explore: compiling ended with {done.returncode}, as it says above; the advice in {file} "
-      "stands as it was estimated"
+      "keeps its estimated times"
     )
   run = RunFolder.of(load_config([f"config={file}"]).run)
   return _read(run.exploration, samples)

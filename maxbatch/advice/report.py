@@ -318,7 +318,7 @@ def _experiment(advice: Advice) -> Iterator[str]:
   one = advice.experiment
   yield "What would narrow the interval most for its price"
   where = f"from a checkpoint after {short(one.at_tokens)} tokens"
-  own = " of the run itself, which then goes on from it" if one.is_own_run else ""
+  own = " of the run itself, which then continues from it" if one.is_own_run else ""
   share = one.tokens / advice.asked.tokens
   price = f", {one.chip_hours:,.3g} chip hours" if one.chip_hours else ""
   price += f" ({money(one.cost)})" if one.cost else ""
@@ -337,7 +337,7 @@ def _experiment(advice: Advice) -> Iterator[str]:
     yield from wrapped(command, "    ")
   if "load_full_state_path" in one.commands[0]:
     yield from wrapped(
-      "That is the largest branch; the others likewise, their rates by the root of the batch. Compare "
+      "That is the largest branch; for the others, scale the rate by the square root of the batch. Compare "
       "the mean loss of their last quarter (docs/critical_batch.md)."
     )
 

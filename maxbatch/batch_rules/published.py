@@ -133,7 +133,7 @@ _BATCHES = (
     "N millions of parameters; sequences of 512 tokens",
     _ZHANG,
     "summary",
-    "after 3.07B tokens, whatever the size: that the model hardly matters is what it shows",
+    "after 3.07B tokens, whatever the size: it shows that the model hardly matters",
     means="overhead",
     batch_tokens=lambda training: 621.341 * (training.parameters / _MILLION) ** 0.087 * _ZHANG_ROW,
     data_overhead=0.2,
@@ -311,7 +311,7 @@ _SCALINGS = (
     "κ a factor",
     _MALLADI,
     "summary",
-    "0.9 reaches 0 at κ = 10; nobody scales β1 so far",
+    "0.9 reaches 0 at κ = 10; no published rule scales β1",
     key="adam_b1",
     scaled=_moment,
   ),
@@ -360,7 +360,7 @@ GROWTH = GrowthRule(
   "D tokens so far",
   _ZHANG,
   "summary",
-  "its D are whole runs; taken here for the tokens that a run has seen, which is cautious, since "
+  "its D are whole runs; taken here for the tokens that a run has seen, which is conservative, since "
   "the batch at a run's end is worth more than over its whole length",
   exponent=0.47,
   fitted=_ZHANG_FITTED,

@@ -283,7 +283,7 @@ def _write_file(path: Path, specs: Sequence[TensorSpec], values: Iterator[np.nda
 
 
 def _bytes(part: np.ndarray) -> memoryview:
-  # numpy hands out no buffer of bfloat16.
+  # numpy returns no buffer of bfloat16.
   return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
 
 

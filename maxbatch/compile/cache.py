@@ -53,7 +53,7 @@ def enable(jax_cache_dir: str) -> Path | None:
     return Path(there)
   obstacle = _obstacle(folder)
   if obstacle:
-    _tell(f"jax_cache_dir={jax_cache_dir or folder}: {obstacle}; every start compiles anew")
+    _tell(f"jax_cache_dir={jax_cache_dir or folder}: {obstacle}; every start compiles again")
     return None
   _drop_oldest(folder)
   # A start has many small programs that take longer to compile than to load.

@@ -28,7 +28,7 @@ _MEANINGS = {
   "flow mapping": "a mapping is opened with { and not closed; write {name: 1}.",
   "mapping values are not allowed": "a second `: ` in one line; put the value in quotes.",
   "could not find expected ':'": "expected `key: value`, with a space after the colon.",
-  r"character '\t'": "a tab stands where YAML wants spaces.",
+  r"character '\t'": "a tab where YAML needs spaces.",
   "<block end>": "text follows the end of a value; put the whole value in one pair of quotes.",
   "single document": "a second `---` document; a configuration is one document.",
   "special characters": "a control character; remove it.",
@@ -262,7 +262,7 @@ def model_path(name: str, folder: Path, given: str) -> Path:
       return path
   if any(map(os.path.isdir, paths)):
     raise UserError(
-      f"{given}: there is no such model: that folder has no config.json. Give a Hugging Face "
+      f"{given}: no such model: that folder has no config.json. Give a Hugging Face "
       "model's folder, which holds one beside the weights."
     )
   raise UserError(

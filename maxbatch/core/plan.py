@@ -286,7 +286,7 @@ class BatchPlan:
   def _phase_lines(self) -> list[str]:
     """Returns one line per phase, if there are several."""
     missed = [
-      f"  phase {number} of the batch schedule has no step: the run ends or goes on before it"
+      f"  phase {number} of the batch schedule has no step: the run ends before it or starts after it"
       for number in self.phases_not_reached
     ]
     if len(self.phases) == 1:

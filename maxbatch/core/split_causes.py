@@ -62,7 +62,7 @@ CAUSES: dict[Cause, Explanation] = {
     "Give each row a capacity of its own, or drop nothing",
   ),
   "mean": Explanation(
-    "a mean of means: it hands out a mean over the rows that it sees, or divides by their own "
+    "a mean of means: it returns a mean over the rows that it sees, or divides by their own "
     "denominator",
     "Hand out the sum as numerator, and what it is divided by as denominator",
   ),
@@ -73,7 +73,7 @@ CAUSES: dict[Cause, Explanation] = {
   ),
   "statistics": Explanation(
     "statistics over the batch, as batch normalization",
-    "A row's result depends on the rows beside it: normalize within a row, or by running statistics",
+    "A row's result depends on the other rows of its batch: normalize within a row, or by running statistics",
   ),
   "comparison": Explanation(
     "rows compared with one another, as in-batch negatives",

@@ -179,7 +179,7 @@ def _describe(
   read = (*parts.train, *parts.validation)
   markup = [each for each in read if each.file.name.removesuffix(".gz").endswith(_RECORDS)]
   if sources.format == "text" and markup:
-    lines.append(f"as it stands, keys and quotes included: {described(markup)}")
+    lines.append(f"as it is, keys and quotes included: {described(markup)}")
   if parts.left_out:
     lines.append(f"on neither side, by name: {described(parts.left_out)}")
   if skipped:

@@ -267,7 +267,7 @@ def _rows(data: DataConfig, length: int) -> str:
   layout = layout_of(data, length)
   what = _PACKING[data.grain_packing_type] if data.packing else "one document a row"
   cut = ", the beginning of longer ones alone" if layout and layout.truncate else ""
-  return f"{what}{cut}, of {length:,} tokens; shuffled over all files, anew in every epoch"
+  return f"{what}{cut}, of {length:,} tokens; shuffled over all files, differently in every epoch"
 
 
 def _missing(sources: Sequence[SourceReport], loads: Sequence[HostLoad]) -> Iterator[str]:

@@ -172,7 +172,7 @@ class StepReader:
       load = next(self._loads)
     except (OSError, RuntimeError, StopIteration) as error:
       begin, end = self._plan.bounds[self._load : self._load + 2]
-      advice = "start again and a lost token cache is rebuilt"
+      advice = "start again; a missing token cache is rebuilt"
       if self._workers:
         advice += f"; if memory ran out, lower grain_worker_count={self._workers}"
       raise UserError(

@@ -71,7 +71,7 @@ def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
       recorded = json.loads(note.read_text(encoding="utf-8"))["checksum"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
       raise UserError(
-        f"{note} does not tell which checkpoint the branches beside it come from ({error}); remove "
+        f"{note} does not say which checkpoint its branches come from ({error}); remove "
         f"{note.parent}, or choose another run_name for new branches"
       ) from error
     if recorded != checkpoint.checksum:

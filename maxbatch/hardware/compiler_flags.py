@@ -217,7 +217,7 @@ def _unknown_set(asked: str, name: str, device: Any) -> str:
   known = [NONE, EXPLORE, *sets_for(device)]
   where = f"of which there are for {device.device_kind}: {', '.join(known)}."
   if name == EXPLORE:
-    return f"compiler_flags={asked}: explore stands alone, as compiler_flags=explore"
+    return f"compiler_flags={asked}: explore cannot be combined; write compiler_flags=explore"
   if any(name in sets for sets in FLAG_SETS.values()):
     have = ", ".join(each for each in (*CHIPS, *GPUS) if name in FLAG_SETS.get(each, {}))
     return (

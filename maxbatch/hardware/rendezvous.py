@@ -89,7 +89,7 @@ class Rendezvous:
       self.refusal = _said(answer, {"refusal": str})["refusal"]
     except ValueError:
       raise UserError(
-        f"process_id={process}: whatever answers at {address} does not expect this process. Either "
+        f"process_id={process}: the program that answers at {address} does not expect this process. Either "
         "process 0 has started with another process of this number; each needs its own. Or the "
         "address belongs to another program; choose another port"
       ) from None

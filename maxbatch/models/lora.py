@@ -105,7 +105,7 @@ def _no_projection(target: str, known: Sequence[str], config: ModelConfig) -> st
   if not known:
     return (
       f"lora_rank={config.lora_rank}: decoder_block={config.decoder_block} has no Projection "
-      "(maxbatch/models/layers.py) to put adapters beside; for example lora_rank=0"
+      "(maxbatch/models/layers.py) to add adapters to; for example lora_rank=0"
     )
   return (
     f"lora_targets: the model has no projection {target!r}.{did_you_mean(target, known)} "

@@ -71,7 +71,7 @@ class Initialization:
     at, differences = self.source.position, _otherwise(self.source, config)
     if self.full:
       line = (
-        f"parameters, optimizer state and position of {self.source.folder}: goes on after step "
+        f"parameters, optimizer state and position of {self.source.folder}: continues after step "
       )
       return [line + f"{at.step} ({at.samples:,} samples)", *differences]
     line = f"parameters of {self.source.folder}, with a new optimizer, at step 0"
@@ -202,7 +202,7 @@ def no_steps_left(config: Config, plan: BatchPlan, position: Position) -> str:
   key, at = plan.budget.key, f"step {position.step} ({position.samples:,} samples)"
   return (
     f"{_FULL}={config.checkpoint.load_full_state_path} is at {at}, where the budget of this run ends; "
-    f"it counts from the initialization of that run: raise {key}, or begin anew with {_PARAMETERS}"
+    f"it counts from the initialization of that run: raise {key}, or start over with {_PARAMETERS}"
   )
 
 
@@ -210,4 +210,6 @@ def ignored_key(config: CheckpointConfig) -> str:
   """Names keys that counted only when the run began; empty where none is given."""
   given = {_PARAMETERS: config.load_parameters_path, _FULL: config.load_full_state_path}
   keys = [f"{key}={value}" for key, value in given.items() if value]
-  return f"{keys[0]} counted when the run began; it goes on from its own checkpoint" if keys else ""
+  return (
+    f"{keys[0]} was used when the run began; it continues from its own checkpoint" if keys else ""
+  )

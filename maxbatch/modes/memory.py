@@ -121,5 +121,5 @@ def _check_batch(config: Config, plan: BatchPlan, free: float, capacity: float) 
       raise UserError(
         f"{key}={text(size)}: a device needs at least {gib(needed)} for the rows of "
         f"{plan.num_microbatches:,} gradient accumulation steps and for what one layer "
-        f"computes, beside the state, and has {gib(capacity)}; {smaller}"
+        f"computes, besides the state, and has {gib(capacity)}; {smaller}"
       )

@@ -32,7 +32,7 @@ class LogProbs(NamedTuple):
 
 
 class RowLogProbs(NamedTuple):
-  """Log-probabilities of rows, and what the model itself hands out (models/layers.py)."""
+  """Log-probabilities of rows, and what the model itself returns (models/layers.py)."""
 
   log_probs: LogProbs
   terms: Terms

@@ -22,7 +22,7 @@ _ONLY: dict[str, tuple[object, str]] = {
   ),
   "load_full_state_path": (
     "",
-    "its position counts samples of text; load_parameters_path begins anew",
+    "its position counts samples of text; load_parameters_path starts a new run",
   ),
 }
 """By key, the only value that reinforcement learning takes, and why."""

@@ -223,7 +223,7 @@ class RewardPool:
     if reply.problem and self._config.reward_failure == "stop":
       failure = self._failure(reply, place, groups)
       raise UserError(
-        f"{failure}; correct it, or go on with reward_failure=zero, which scores all completions of "
+        f"{failure}; correct it, or continue with reward_failure=zero, which scores all completions of "
         "such a prompt 0 and counts them"
       )
 

@@ -153,7 +153,7 @@ class RolloutReport:
     plan, count = self.plan, self.plan.num_microbatches
     seconds, tokens = self.time.seconds, plan.rollout_tokens
     prompts = (
-      "" if self.time.prefill is None else f", of which the prompts {self.time.prefill:.4g} s"
+      "" if self.time.prefill is None else f", including the prompts: {self.time.prefill:.4g} s"
     )
     how = "max(R, T) + min(R, T) / microbatches" if self.is_apart else "one after the other"
     step = self.step_seconds(training)

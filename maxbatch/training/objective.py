@@ -130,7 +130,7 @@ def ratios(sums: Mapping[str, Quotient], weight: jax.Array) -> dict[str, Stat]:
 def model_sums(
   terms: Terms, stats: Stats, scale: jax.Array | None
 ) -> tuple[dict[str, Ratio], dict[str, Stat]]:
-  """Returns what a model hands out in parts, the gradients of its terms multiplied by `scale`."""
+  """Returns what a model returns in parts, the gradients of its terms multiplied by `scale`."""
 
   def in_parts(x: jax.Array) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -153,7 +153,7 @@ def model_sums(
 
 
 def zero_model_sums(model: Model) -> tuple[dict[str, Ratio], dict[str, Stat]]:
-  """Returns what a model hands out of no rows, where nothing is in parts."""
+  """Returns what a model returns of no rows, where nothing is in parts."""
   terms, stats = model.own_sums
   zero = jnp.zeros((), jnp.float32)
   none = {name: Ratio(zero, zero, term.coefficient) for name, term in sorted(terms.items())}

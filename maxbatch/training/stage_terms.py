@@ -49,13 +49,13 @@ def stage_sums(model: Model, outputs: Outputs) -> StageSums:
   """Returns what layers hand out.
 
   Raises:
-    UserError: the rest of the model hands out something too, and a pipeline never calls the whole of it.
+    UserError: the rest of the model returns something too, and a pipeline never calls the whole of it.
   """
   sums = StageSums(outputs.terms or {}, outputs.stats or {})
   whole, layers = ({*terms, *stats} for terms, stats in (model.own_sums, sums))
   if other := sorted(whole ^ layers):
     raise UserError(
-      f"decoder_block={model.config.decoder_block} hands out {', '.join(other)} beside what its layers do, "
+      f"decoder_block={model.config.decoder_block} returns {', '.join(other)} beside what its layers do, "
       "and in a pipeline only layers can; for example pipeline_schedule=none, with "
       "ici_fsdp_parallelism instead of ici_pipeline_parallelism"
     )

@@ -135,7 +135,7 @@ def check_explored(config: Config) -> None:
   ):
     if value == EXPLORE:
       raise UserError(
-        f"{key}=explore is tried beside every size, and needs micro_batch_size=explore "
+        f"{key}=explore tries every size, and needs micro_batch_size=explore "
         f"compile_only=true (now {asked(config.batch)} "
         f"compile_only={str(config.compile.compile_only).lower()}); for a run, {key}={instead}"
       )

@@ -69,7 +69,7 @@ class RememberedChoice:
     say = in_process_0(say)
     if (remembered := self.agreed(allowed, retune=retune, say=say)) is not None:
       value, why = remembered[self.key], str(remembered.get("why"))
-      say(f"{line(value, why)} (remembered from {self.file}; --retune measures anew)")
+      say(f"{line(value, why)} (remembered from {self.file}; --retune measures again)")
       return value
     made = make()
     kept = self.remember({self.key: made.value, "why": made.why}, made.probes)
@@ -90,7 +90,7 @@ class RememberedChoice:
     if choice is not None and (type(choice.get(self.key)), choice.get(self.key)) not in values:
       choice, problem = None, f"{self.file} has a damaged choice"
     if problem:
-      say(f"{self.key} {self.asked}: {problem}; measured anew")
+      say(f"{self.key} {self.asked}: {problem}; measured again")
     return choice
 
   def recall(self) -> tuple[dict[str, Any] | None, str | None]:

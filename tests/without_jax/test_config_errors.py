@@ -194,9 +194,7 @@ FILE_TEXTS = {
   "base_config: base\nsteps 4\nseed: 2\n": (
     f"f.yml:2: {INVALID} expected `key: value`, with a space after the colon.\n  steps 4"
   ),
-  "steps: 4\n\tseed: 3\n": (
-    f"f.yml:2: {INVALID} a tab stands where YAML wants spaces.\n  \tseed: 3"
-  ),
+  "steps: 4\n\tseed: 3\n": (f"f.yml:2: {INVALID} a tab where YAML needs spaces.\n  \tseed: 3"),
   "steps: 4\n  seed: 3\n": (
     f"f.yml:2: {INVALID} this line is indented; start every key in the first column.\n    seed: 3"
   ),
