@@ -3,6 +3,7 @@
 import html
 import re
 import shlex
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from maxbatch.plots.interactive import COLORS, DASHES
 from maxbatch.plots.page import check_picture_file, picture
 from maxbatch.run_folder.metrics import Record
 from maxbatch.run_folder.progress import Progress
+from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.exploration import Exploration
+from maxbatch.tuning.search import ProbeResult, Tried
 
 
 @pytest.mark.parametrize("file", ["", "out", "out.svg", "out.png", "steps=3", "out.HTML"])
@@ -101,6 +104,7 @@ def test_the_picture_of_a_run_has_the_lines_of_today(capsys):
 def test_the_picture_of_an_exploration_has_the_headings_of_today():
   command, shown = lines_of("explore.svg")
   assert command[0] == "train"
-  headings = str(Exploration(1, ())).splitlines()[0].split()
+  tried = Tried(Candidate(Fraction(1), 1, 8, 8, 128), ProbeResult(1, 2, fits=False))
+  headings = str(Exploration(1, (tried,))).splitlines()[0].split()
   first = next(n for n, line in enumerate(shown) if "micro_batch_size  microbatches" in line)
   assert " ".join(shown[first : first + 2]).split() == headings
