@@ -253,6 +253,10 @@ def traced(config):
   )
 
 
+def handed_out(config):
+  return str(build_model(config.model, 8).own_sums)
+
+
 def updated(config):
   rule = OPTIMIZERS[config.optimizer.opt_type](config.optimizer, {})
   params = {"kernel": jnp.array([[1.0, -2.0]])}
@@ -298,6 +302,7 @@ def is_used(name):
 
 SMALL = "base_num_decoder_layers=2 base_emb_dim=8 head_dim=4 base_num_query_heads=2 base_num_kv_heads=2 base_mlp_dim=8"
 LLAMA = f"{SMALL} head_dim=16 rope_type=llama3.1 original_max_position_embeddings=64 rope_factor=8"
+EXPERTS = f"{SMALL} num_experts=4 num_experts_per_tok=2 norm_topk_prob=false"
 EFFECTS = [
   (planned, "batch_size=64 batch_schedule_type=linear batch_size_start=16 batch_schedule_length=100",
    "batch_size_start=32 batch_size_increment=8 batch_schedule_length=200 batch_schedule_unit=steps "
@@ -321,6 +326,11 @@ EFFECTS = [
   (traced, LLAMA, "rope_factor=4 rope_low_freq_factor=2 rope_high_freq_factor=9 original_max_position_embeddings=16"),
   (traced, f"{SMALL} sliding_window_size=4", "local_rope_max_timescale=99 layer_types=[sliding_attention,full_attention]"),
   (traced, f"{SMALL} use_qk_norm=true", "qk_norm_across_heads=true"),
+  (traced, EXPERTS, "num_experts_per_tok=1 base_moe_mlp_dim=4 shared_experts=1 routed_score_func=sigmoid "
+   "norm_topk_prob=true routed_scaling_factor=2 routed_bias=true n_routing_groups=2"),
+  (handed_out, EXPERTS, "load_balance_loss_weight=0.1 router_z_loss_weight=0.1"),
+  (traced, f"{EXPERTS} n_routing_groups=2", "topk_routing_group=2"),
+  (traced, f"{EXPERTS} load_balance_loss_weight=0.1", "load_balance_loss_type=global"),
   (traced, f"{SMALL} lora_rank=2", "lora_alpha=9 lora_targets=[out]"),
   (kept_tensors, "remat_policy=custom",
    "decoder_layer_input=offload query_proj=device key_proj=device value_proj=device context=device "
@@ -339,6 +349,7 @@ EFFECTS = [
 ]  # fmt: skip
 
 READ = """loading_hosts batch_schedule_file grain_worker_count rl_task warm_start_steps reward_functions
+  routed_bias_update_rate
   reward_processes reward_timeout_seconds reward_failure scale_rewards eval_sampling_strategy gns_window_steps
   gns_calibrate_every gns_report_every gns_hold_tokens gns_windows_before_growth gns_dry_run
   coordinator_address num_processes process_id jax_distributed_initialization_timeout

@@ -132,7 +132,7 @@ REFUSALS = {
   "another family": (
     {"model_type": "mamba"},
     "model_type=mamba is not supported; what works: llama, mistral, qwen2, qwen3, gemma2, "
-    "gemma3_text, gemma3, olmo2, gpt2",
+    "gemma3_text, gemma3, olmo2, gpt2, mixtral, olmoe, qwen3_moe",
   ),
 }
 
@@ -297,6 +297,12 @@ def test_a_fused_matrix_comes_apart_and_together_again():
 HOW_COMPUTED = {"model_name", "init_weights_seed", "attention"} | {
   *("scan_layers", "remat_policy", "num_vocab_tiling", "z_loss_multiplier"),
   *("lora_rank", "lora_alpha", "lora_targets"),
+  *(
+    "routed_bias_update_rate",
+    "load_balance_loss_weight",
+    "load_balance_loss_type",
+    "router_z_loss_weight",
+  ),
   *NAMED,
 }
 """Keys of the model section that no config.json has: of how a model is trained and computed."""

@@ -26,10 +26,9 @@ from maxbatch.config.load import load_config
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.layers import outputs_of
-from maxbatch.models.registry import Model, Parameters, build_model
+from maxbatch.models.registry import Model, Parameters, build_model, num_parameters
 from maxbatch.precision.formats import FORMATS
 from maxbatch.precision.policy import rounded
-from maxbatch.training.build import num_parameters
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.model_parts import bind_layered
 

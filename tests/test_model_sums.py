@@ -61,7 +61,7 @@ def stepped(parts: Trainer, k: int) -> tuple[Parameters, StepMetrics]:
     pieces = [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)]
   pieces = [jax.device_put(piece, rows_shardings(piece, parts.mesh)) for piece in pieces]
   state, metrics = initial_state(parts, parameters()), None
-  of_step = parts.microbatches(k, parts.denominators(pieces))
+  of_step = parts.microbatches(k, parts.denominators(pieces, parameters()))
   function = step_function(parts, pieces[0])
   for piece in pieces:
     state, metrics = function(state, piece, of_step, RATE)
@@ -112,10 +112,10 @@ def test_denominators_are_found_without_the_model():
   parts = trainer((1, 2, 1), 2)
   fed = in_microbatches(uneven_rows(ROWS, T), 2, 2)
   piece = jax.device_put(fed, rows_shardings(fed, parts.mesh))
-  text = program_text(parts._denominators.lower(piece))
+  text = program_text(parts._denominators.lower(piece, parameters()))
   assert "dot(" not in text
   assert "all-gather" not in text
-  found = jax.device_get(parts.denominators([piece, piece]))
+  found = jax.device_get(parts.denominators([piece, piece], parameters()))
   assert found == {"loss": 2 * np.sum(fed.weights), "my_balance": 2 * ROWS * LAYERS}
 
 

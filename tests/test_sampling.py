@@ -47,6 +47,7 @@ FAMILIES = {
   "gpt2": GPT2_LIKE,
   "mixed": MIXED,
   "unrolled": (*MIXED, "scan_layers=false"),
+  "mixture": ("num_experts=4", "shared_experts=1", "base_moe_mlp_dim=8"),
 }
 every_family = pytest.mark.parametrize("keys", FAMILIES.values(), ids=FAMILIES)
 
@@ -56,7 +57,7 @@ def logits_of(model: Model, parameters: Parameters, tokens_1T: jax.Array) -> jax
   """float32[T, V] of one row."""
   rows = Rows(tokens_1T, tokens_1T, jnp.ones(tokens_1T.shape), jnp.zeros(1, int))
   bound, cap = model.bind(parameters), model.config.final_logits_soft_cap
-  logits_TV = bound(rows, None)[0] @ bound.output_matrix()
+  logits_TV = hidden_of(bound(rows, None))[0] @ bound.output_matrix()
   return cap * jnp.tanh(logits_TV / cap) if cap else logits_TV
 
 

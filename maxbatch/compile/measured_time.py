@@ -131,7 +131,8 @@ class _Bench:
     began = self._clock()
     flags = stop_flags(self._trainer.mesh)
     dispatches = num_microbatches if self._streamed else 1
-    denominators = self._trainer.denominators([self._rows] * dispatches)
+    rows, parameters = [self._rows] * dispatches, self._state.parameters
+    denominators = self._trainer.denominators(rows, parameters)
     inputs = self._trainer.microbatches(num_microbatches, denominators), self._rate
     for _ in range(dispatches):
       arguments = self._state, self._rows, *inputs, *(() if flags is None else (flags,))

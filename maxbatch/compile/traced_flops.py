@@ -18,7 +18,7 @@ from jax.extend import core
 from maxbatch.estimate.flops import CUDNN_PRODUCTS, SPLASH_PRODUCTS, attention_pairs
 from maxbatch.estimate.step_work import tokens_seen
 from maxbatch.models.attention import sliding_layers
-from maxbatch.models.registry import Model
+from maxbatch.models.registry import Model, active_share
 from maxbatch.pipeline_parallel.sizes import EVERY_TICK, operation_in_path
 
 
@@ -51,7 +51,7 @@ def model_flops_per_token(model: Model, length: int) -> float:
   """Returns FLOPs that training on one token needs, forward and backward, nothing computed twice.
 
   6 for every parameter that takes part in a matrix product, 4 where it is frozen and has no gradient
-  of its own, and in each layer 12 · width of all heads · tokens seen on average (Chowdhery et al.
+  of its own, of experts those alone that a token is sent to, and in each layer 12 · width of all heads · tokens seen on average (Chowdhery et al.
   2022, appendix B, with the causal half).
   """
   config = model.config
@@ -59,7 +59,7 @@ def model_flops_per_token(model: Model, length: int) -> float:
   leaves = jax.tree_util.tree_leaves_with_path(model.shapes())
   shapes = {tuple(entry.key for entry in path): leaf.shape for path, leaf in leaves}
   matrices = sum(
-    (4 if path in model.frozen else 6) * math.prod(shapes[path])
+    (4 if path in model.frozen else 6) * math.prod(shapes[path]) * active_share(config, axes)
     for path, axes in model.axes().items()
     if len([axis for axis in axes if axis != "layers"]) > 1
     and axes[0] != "length"

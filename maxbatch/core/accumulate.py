@@ -168,15 +168,44 @@ def sum_denominators(
   The function takes (params, rows, num_microbatches, keys=None) as `accumulate`'s does, and returns a
   float32 scalar for each term, by name.
   """
+  return sum_forward(loss, denominators_of, mesh, constants=constants, replicas=replicas)
 
-  def run(
-    params: Any, rows: Any, num_microbatches: Any, keys: jax.Array | None = None
-  ) -> dict[str, jax.Array]:
-    local = functools.partial(_denominators, loss)
+
+def sum_forward(
+  loss: Callable[..., tuple[Terms, Stats]],
+  select: Callable[[Terms, Stats], Any],
+  mesh: Mesh | None = None,
+  *,
+  constants: Any = None,
+  replicas: str = "data",
+) -> Callable[..., Any]:
+  """Returns the function that sums a part of what a loss hands out over microbatches, without a backward.
+
+  The compiler drops what that part does not need. For what a step must know of all its rows before the
+  first backward: where a term is a product of sums over the whole step, the sum that it is multiplied by.
+
+  Args:
+    loss: terms and statistics of some rows.
+    select: from these to a pytree of arrays, each a sum over the rows.
+    mesh: as for `accumulate`.
+    constants: as for `accumulate`.
+    replicas: as for `accumulate`.
+
+  The function takes (params, rows, num_microbatches, keys=None) as `accumulate`'s does.
+  """
+
+  def run(params: Any, rows: Any, num_microbatches: Any, keys: jax.Array | None = None) -> Any:
+    local = functools.partial(_selected, loss, select)
     others = constants, params, jnp.asarray(num_microbatches)
     return _on_replicas(local, mesh, replicas, (rows, keys), *others)
 
   return run
+
+
+def denominators_of(terms: Terms, stats: Stats) -> dict[str, jax.Array]:
+  """Returns the terms' denominators, by name."""
+  del stats
+  return {name: term.denominator.sum() for name, term in terms.items()}
 
 
 def _on_replicas(
@@ -219,7 +248,8 @@ def _sums(
   weights = None
   if gradient.num_divisors > 1:
     if denominators is None:
-      denominators = _denominators(loss, axis, batch, constants, params, num_microbatches)
+      whole = axis, batch, constants, params, num_microbatches
+      denominators = _selected(loss, denominators_of, *whole)
     weights = term_weights(shapes[0], denominators)
 
   def add(index: jax.Array, carry: Any) -> Any:
@@ -295,25 +325,25 @@ def _with_constants(loss: Callable[..., tuple[Terms, Stats]], constants: Any) ->
   return loss if constants is None else lambda *of_rows: loss(*of_rows, constants)
 
 
-def _denominators(
+def _selected(
   loss: Callable[..., tuple[Terms, Stats]],
+  select: Callable[[Terms, Stats], Any],
   axis: str | None,
   batch: tuple[Any, jax.Array | None],
   constants: Any,
   params: Any,
   num_microbatches: jax.Array,
-) -> dict[str, jax.Array]:
-  """Returns each term's denominator of the whole dispatch, before the first backward.
+) -> Any:
+  """Returns what `select` takes of the whole dispatch, before the first backward.
 
-  Denominators do not depend on the parameters, so the compiler drops the model from this loop.
+  Denominators do not depend on the parameters, so the compiler drops the model from their loop.
   """
   loss_fn = _with_constants(loss, constants)
 
-  def of_microbatch(index: jax.Array) -> dict[str, jax.Array]:
-    terms, _ = loss_fn(params, *jax.tree.map(lambda x: x[index], batch))
-    return {name: term.denominator.sum() for name, term in terms.items()}
+  def of_microbatch(index: jax.Array) -> Any:
+    return select(*loss_fn(params, *jax.tree.map(lambda x: x[index], batch)))
 
-  def add(index: jax.Array, total: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  def add(index: jax.Array, total: Any) -> Any:
     return joined(total, of_microbatch(index))
 
   zeros = zeros_of(jax.eval_shape(of_microbatch, jnp.int32(0)))

@@ -5,7 +5,7 @@ A dimension that the devices do not divide evenly is replicated, and reported.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -32,6 +32,7 @@ LOGICAL_AXIS_RULES: dict[str | None, tuple[str, ...]] = {
   "heads": ("tensor",),
   "kv_heads": ("tensor",),
   "mlp": ("tensor",),
+  "expert": (),
   "head_dim": (),
   "length": (),
   "activation_embed": (),
@@ -193,6 +194,73 @@ def over_rows(
     axis_names={"fsdp"},
     check_vma=False,
   )(stored, *rows)
+
+
+def by_device(
+  function: Callable[..., tuple[jax.Array, Any]],
+  parameters: Mapping[str, tuple[jax.Array, LogicalAxes]],
+  *rows: jax.Array,
+) -> tuple[jax.Array, Any]:
+  """Runs `function(parameters, *rows)` on each device for its own rows and its part of a layer's width.
+
+  For code that sorts and groups tokens, which the compiler would do for all devices' tokens at once.
+  Parameters are gathered along fsdp before, and their gradients are reduced after.
+
+  Args:
+    function: from parameters by name and one device's rows to an array (B, …), which is summed over
+      the devices that share the width, and a pytree of arrays (B, …) that are the same on these.
+    parameters: with their logical axes, of which `mlp` is the width.
+    rows: arrays whose first dimension is the batch.
+  """
+  sizes = auto_axis_sizes()
+  if rows[0].shape[0] % math.prod(sizes[name] for name in BATCH_AXES):
+    sizes = dict.fromkeys(sizes, 1)
+  widths = [
+    size
+    for x, axes in parameters.values()
+    for axis, size in zip(axes, x.shape, strict=True)
+    if axis == "mlp"
+  ]
+  shares = 1 if any(width % sizes["tensor"] for width in widths) else sizes["tensor"]
+  used = {name for name in BATCH_AXES if sizes[name] > 1} | ({"tensor"} if shares > 1 else set())
+  if not used:
+    return function({name: x for name, (x, _) in parameters.items()}, *rows)
+
+  def place(x: jax.Array, axes: LogicalAxes) -> PartitionSpec:
+    each = [
+      names[0] if isinstance(names, tuple) else names for names in auto_axes_spec(axes, x.shape)
+    ]
+    return PartitionSpec(*(name if name in used else None for name in each))
+
+  places = {name: place(*parameter) for name, parameter in parameters.items()}
+  dtypes = {name: x.dtype for name, (x, _) in parameters.items()}
+
+  def sent(name: str) -> jax.Array:
+    # XLA's CPU compiler aborts on the all-reduce of a gradient in bfloat16.
+    x = parameters[name][0]
+    return x.astype(jnp.float32) if used - {"data"} - set(places[name]) else x
+
+  def local(parts: dict[str, jax.Array], *rows: jax.Array) -> tuple[jax.Array, Any]:
+    whole: dict[str, Any] = {
+      name: _all_parts(part, places[name].index("fsdp")) if "fsdp" in places[name] else part
+      for name, part in parts.items()
+    }
+    given = {name: x.astype(dtypes[name]) for name, x in whole.items()}
+    part, others = function(given, *(x[0] for x in rows))
+    return part[None], others
+
+  batch = PartitionSpec(tuple(name for name in BATCH_AXES if name in used) or None)
+  by_share = PartitionSpec("tensor" if shares > 1 else None, *batch)
+  # A copy for each share: so their gradients are summed out here, in whatever format they are.
+  copies = [jnp.broadcast_to(x[None], (shares, *x.shape)) for x in rows]
+  parts_, others = jax.shard_map(
+    local,
+    in_specs=(places, *(by_share for _ in rows)),
+    out_specs=(by_share, batch),
+    axis_names=used,
+    check_vma=False,
+  )({name: sent(name) for name in parameters}, *copies)
+  return parts_.sum(0), others
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

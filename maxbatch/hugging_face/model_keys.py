@@ -53,12 +53,27 @@ PLAIN: Mapping[str, Any] = {
   "attention_qkv_bias": False,
   "attention_out_bias": False,
   "mlp_bias": False,
+  "num_experts": 1,
+  "num_experts_per_tok": 2,
+  "base_moe_mlp_dim": -1,
+  "shared_experts": 0,
+  "routed_score_func": "softmax",
+  "norm_topk_prob": True,
+  "routed_scaling_factor": 1.0,
+  "routed_bias": False,
+  "n_routing_groups": -1,
+  "topk_routing_group": 1,
   "dropout_rate": 0.0,
 }
 """The other keys, as Llama has them: a family names only those of its own that differ."""
 
 _ROPE = [*(key for key in PLAIN if "rope_" in key), "original_max_position_embeddings"]
 _SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor")
+_OF_EXPERTS = [
+  *("num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func"),
+  *("norm_topk_prob", "routed_scaling_factor", "routed_bias", "n_routing_groups"),
+  "topk_routing_group",
+]
 _TRAINING_ONLY = ("dropout_rate",)
 
 
@@ -104,6 +119,13 @@ def _computed(model: Mapping[str, Any]) -> dict[str, Any]:
     without += ["max_position_embeddings"]
   if keys["rope_type"] == "default":
     without += [*_SCALING, "original_max_position_embeddings"]
+  if keys["num_experts"] == 1:
+    without += _OF_EXPERTS
+  else:
+    if keys["base_moe_mlp_dim"] == -1:
+      keys["base_moe_mlp_dim"] = keys["base_mlp_dim"]
+    # All layers are of experts, and no matrix has the width of the others.
+    keys["base_mlp_dim"] = keys["base_moe_mlp_dim"]
   if not keys["use_qk_norm"]:
     without += ["qk_norm_across_heads"]
   if keys["query_pre_attn_scalar"] == keys["head_dim"]:

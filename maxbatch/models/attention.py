@@ -53,7 +53,7 @@ def sliding_layers(config: ModelConfig) -> np.ndarray:
 
 
 class AttentionContext(NamedTuple):
-  """What attention needs to know of the rows, computed once and shared by all layers of a kind."""
+  """What a layer needs to know of the rows, computed once and shared by all layers of a kind."""
 
   first_BT: jax.Array
   """int32[B or 1, T]: the first token that each token sees; the last is itself."""
@@ -65,6 +65,10 @@ class AttentionContext(NamedTuple):
   """Whether the window is what limits the reach: data where layers differ in a scan."""
   cache: LayerCache | None = None
   """While a text is written, what a layer keeps for the tokens to come."""
+  counts_BT: jax.Array | None = None
+  """bool: tokens that count in what experts are sent; None: all."""
+  layer: jax.Array | int = 0
+  """The number of the layer in the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +80,15 @@ class LayerContexts:
   """The same object where all layers are alike."""
   slides_L: np.ndarray
   """bool[L]: which layers are of sliding attention."""
+  counts_BT: jax.Array | None = None
+  """That of all layers."""
 
   def of(self, layer: jax.Array | int) -> AttentionContext:
     """Returns the context of layer `layer` of the model; its number may be data, as in a scan or a
     pipeline."""
+    return self._of_kind(layer)._replace(counts_BT=self.counts_BT, layer=layer)
+
+  def _of_kind(self, layer: jax.Array | int) -> AttentionContext:
     if self.sliding is self.full:
       return self.full
     if isinstance(layer, int):

@@ -81,6 +81,15 @@ class Parameter(nnx.Param):
     return self.get_metadata()["axes"]
 
 
+class Buffer(Parameter):
+  """An array of a model, float32, that the step writes and no optimizer: it has no gradient."""
+
+
+def buffer(value: float, shape: tuple[int, ...], axes: LogicalAxes) -> Buffer:
+  """Returns a constant one."""
+  return Buffer(jnp.full(shape, value, jnp.float32), axes=axes)
+
+
 def parameter(rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: LogicalAxes) -> Parameter:
   """Returns a normally distributed parameter; `build_model` gives it the dtype that it is kept
   in."""
@@ -219,14 +228,14 @@ class FeedForward(nnx.Module):
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """Applies the layer: (B, T, D) → (B, T, D)."""
     if self.gate is None:
-      h_BTF = _gelu(barrier_gradients(self.up(x_BTD)))
+      h_BTF = gelu(barrier_gradients(self.up(x_BTD)))
     else:
       up_BTF, gate_BTF = barrier_gradients((self.up(x_BTD), self.gate(x_BTD)))
-      h_BTF = (jax.nn.silu if self.is_silu else _gelu)(gate_BTF) * up_BTF
+      h_BTF = (jax.nn.silu if self.is_silu else gelu)(gate_BTF) * up_BTF
     return self.down(constrain(self.policy.cast(h_BTF), ("batch", "length", "mlp")))
 
 
-def _gelu(x: jax.Array) -> jax.Array:
+def gelu(x: jax.Array) -> jax.Array:
   """Computes GELU by tanh, as in GPT-2 and Gemma."""
   return jax.nn.gelu(x, approximate=True)
 

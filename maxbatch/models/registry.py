@@ -9,7 +9,7 @@ are asked for and sets the others to None.
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, sharding
 from maxbatch.models import transformer
 from maxbatch.models.cache import Cache, Decode
-from maxbatch.models.layers import Norm, Outputs, Parameter, outputs_of
+from maxbatch.models.layers import Buffer, Norm, Outputs, Parameter, outputs_of
 from maxbatch.models.lora import ADAPTER, Path, add_adapters, frozen_paths
 from maxbatch.models.probes import Probe, TiedProbe, exponent_probe, probe_of
 from maxbatch.precision.policy import PLAIN, Policy
@@ -151,6 +151,12 @@ class Model:
     """The parameters that do not train."""
     return frozen_paths(list(_flat(self.abstract)), self.trainable, self.config)
 
+  @functools.cached_property
+  def buffers(self) -> frozenset[Path]:
+    """Those that a step writes instead of the optimizer."""
+    flat = _flat(self.abstract).items()
+    return frozenset(path for path, variable in flat if isinstance(variable, Buffer))
+
   def split(self, parameters: Parameters) -> tuple[Parameters, Parameters]:
     """Divides parameters, or trees like them, into those that train and the frozen ones."""
     if not self.frozen:
@@ -236,6 +242,30 @@ def joined(parameters: Parameters, others: Parameters) -> Parameters:
   return unflatten_dict(flatten_dict(parameters) | flatten_dict(others))
 
 
+def active_share(config: ModelConfig, axes: LogicalAxes) -> float:
+  """Returns the part of a parameter that a token meets: of the experts' matrices those of its own."""
+  is_of_experts = "expert" in axes and "mlp" in axes
+  return config.num_experts_per_tok / config.num_experts if is_of_experts else 1
+
+
+def num_parameters(model: Model) -> int:
+  """Counts the parameters of a model."""
+  return sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
+
+
+def parameter_counts(model: Model) -> str:
+  """Says how many parameters there are, and how many of them a token meets, and how many train."""
+  trained, _ = model.split(model.shapes())
+  counted, axes = f"{num_parameters(model):,} parameters", model.axes()
+  if model.config.num_experts > 1:
+    shapes = cast(dict[Path, Any], flatten_dict(model.shapes()))
+    met = sum(active_share(model.config, axes[path]) * leaf.size for path, leaf in shapes.items())
+    counted += f", {round(met):,} of them active for a token"
+  if not model.frozen:
+    return counted
+  return f"{counted}, of which {sum(leaf.size for leaf in jax.tree.leaves(trained)):,} train"
+
+
 def _flat(state: nnx.State) -> dict[tuple[str, ...], nnx.Variable]:
   return {tuple(str(part) for part in path): leaf for path, leaf in nnx.to_flat_state(state)}
 
@@ -273,6 +303,11 @@ def build_model(
   Raises:
     UserError: for an unknown name, or keys that contradict each other.
   """
+  if probes == "all" and config.num_experts > 1:
+    raise UserError(
+      f"gns=all squares the gradient of each row by every matrix, and by those of num_experts="
+      f"{config.num_experts} experts it cannot; for example gns=norm, or gns_from_microbatches=true"
+    )
   chosen = registered("decoder_block", config.decoder_block, MODELS, config.plugins)
   model = _built(chosen, config, max_target_length, probes, tuple(trainable), policy)
   if probes == "norm" and model.frozen and not model.has_probes:
@@ -312,10 +347,11 @@ def _built(
 
 
 def _set_policy(model: nnx.Module, policy: Policy) -> None:
-  """Tells all modules with a `policy`, and gives parameters, but for adapters, the dtype they are
-  kept in."""
+  """Tells all modules with a `policy`, and gives parameters, but for adapters and buffers, the dtype
+  they are kept in."""
   for path, node in nnx.iter_graph(model):
-    if isinstance(node, Parameter) and path[-1] not in ADAPTER:
+    is_kept = isinstance(node, Parameter) and not isinstance(node, Buffer)
+    if is_kept and path[-1] not in ADAPTER:
       node.set_value(node[...].astype(policy.parameters.carrier))
     elif isinstance(node, nnx.Module) and hasattr(type(node), "policy"):
       node.policy = policy  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,8 +1,9 @@
-"""A decoder-only transformer that expresses GPT-2, Llama, Mistral, Qwen, Gemma and OLMo 2.
+"""A decoder-only transformer that expresses GPT-2, Llama, Mistral, Mixtral, Qwen, Gemma and OLMo.
 
 B rows, T tokens, D width of the residual stream, V vocabulary, L layers.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from maxbatch.models.attention import (
   next_token_contexts,
 )
 from maxbatch.models.cache import Cache, Decode, KeysValues, LayerCache, empty_cache
+from maxbatch.models.experts import Experts, validate_experts
 from maxbatch.models.layers import (
   FeedForward,
   Norm,
@@ -65,7 +67,8 @@ class Block(nnx.Module):
     self.attention = Attention(rngs, config, residual_scale)
     self.post_attention_norm = _norm(config, config.use_post_attn_norm)
     self.mlp_norm = _norm(config, config.use_pre_norm)
-    self.mlp = FeedForward(rngs, config, residual_scale)
+    feed = Experts if config.num_experts > 1 else FeedForward
+    self.mlp = feed(rngs, config, residual_scale)
     self.post_mlp_norm = _norm(config, config.use_post_ffw_norm)
     self.dropout_rate = config.dropout_rate
 
@@ -77,7 +80,9 @@ class Block(nnx.Module):
     y_BTD = self.attention(_normalized(self.attention_norm, x_BTD), at)
     y_BTD = _normalized(self.post_attention_norm, y_BTD)
     x_BTD = self.policy.cast(x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 0)))
-    y_BTD, terms, stats = outputs_of(self.mlp(_normalized(self.mlp_norm, x_BTD)))
+    y_BTD = _normalized(self.mlp_norm, x_BTD)
+    fed = self.mlp(y_BTD, at) if isinstance(self.mlp, Experts) else self.mlp(y_BTD)
+    y_BTD, terms, stats = outputs_of(fed)
     y_BTD = _normalized(self.post_mlp_norm, y_BTD)
     x_BTD = self.policy.cast(x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 1)))
     return with_sums(constrain(x_BTD, ("batch", "length", "activation_embed")), terms, stats)
@@ -147,6 +152,7 @@ class Transformer(nnx.Module):
   ) -> jax.Array | Outputs:
     """Applies the layers bound here, of which the first is layer `first` of the model."""
     at = attention_contexts(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
+    at = dataclasses.replace(at, counts_BT=rows.weights != 0)
     return _apply_layers(self.layers, self.config, x_BTD, at, keys_B, first)
 
   def prefill(self, rows: Rows, places: int) -> tuple[jax.Array, Cache]:
@@ -341,6 +347,7 @@ def validate(config: ModelConfig, max_target_length: int) -> None:
       f"for example head_dim={config.head_dim + 1}"
     )
   _validate_positions(config, max_target_length)
+  validate_experts(config)
   validate_remat(config)
 
 

@@ -21,6 +21,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import one_process_at_a_time, sync_errors
 from maxbatch.hardware.devices import Target, describe_devices
 from maxbatch.hardware.processes import is_first_process
+from maxbatch.models.registry import parameter_counts
 from maxbatch.modes.initialization import Initialization, find_initialization, saving_frozen
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.method import Check, Method, Passed, Purpose, ResolvedRun
@@ -31,7 +32,6 @@ from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
   build_trainer,
   lost_updates,
-  parameter_counts,
   undivided_parameters,
 )
 from maxbatch.training.state import TrainState

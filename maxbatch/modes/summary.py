@@ -13,12 +13,12 @@ from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.hardware.agreement import write_shared_file
 from maxbatch.hardware.devices import describe_devices
-from maxbatch.models.registry import Parameters
+from maxbatch.models.registry import Parameters, parameter_counts
 from maxbatch.modes.method import ResolvedRun
 from maxbatch.run_folder.metrics import each_record
 from maxbatch.sampling.sampler import Sampler, on_fewest_devices, sample
 from maxbatch.sampling.text import choice_of, encoded, prompts_of, vocabulary_of
-from maxbatch.training.build import lost_updates, parameter_counts, undivided_parameters
+from maxbatch.training.build import lost_updates, undivided_parameters
 from maxbatch.training.step import Trainer
 
 

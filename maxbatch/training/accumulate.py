@@ -11,11 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from maxbatch.core.accumulate import Accumulate, Accumulated, accumulate, sum_denominators
+from maxbatch.core.accumulate import (
+  Accumulate,
+  Accumulated,
+  accumulate,
+  sum_denominators,
+  sum_forward,
+)
 from maxbatch.core.terms import Stats, Sum, Terms
 from maxbatch.hardware.sharding import constrain
-from maxbatch.models.registry import Model, Parameters, by_path, joined
+from maxbatch.models.experts import TOKENS
+from maxbatch.models.registry import Model, Parameters, Probed, by_path, joined
 from maxbatch.training import partial_sums
+from maxbatch.training.expert_load import counts_twice, tokens_of
 from maxbatch.training.objective import PROBES, TEXT, Loss, noise_stats
 from maxbatch.training.state import NOTHING, Measures, zero_probe_squares
 
@@ -84,24 +92,53 @@ def model_accumulate(
 
 
 def dispatch_denominators(
-  model: Model, mesh: Mesh, measures: Measures, loss: Loss
-) -> Callable[[Any], dict[str, jax.Array]]:
-  """Returns the function from what a dispatch is fed to the denominators of its terms, by name.
+  model: Model, mesh: Mesh, loss: Loss, dropout_key: jax.Array
+) -> Callable[[Any, Parameters], dict[str, jax.Array]]:
+  """Returns the function from what a dispatch is fed, and the parameters, to the denominators of its
+  terms, by name, with the tokens of its experts if their balance needs those.
 
-  They do not depend on parameters, which are zeros here that nothing is computed with.
+  Denominators do not depend on parameters: of zeros nothing is computed.
   """
   total = sum_denominators(
-    functools.partial(_loss, model, loss, measures), mesh, constants=({}, None)
+    functools.partial(_loss, model, loss, NOTHING), mesh, constants=({}, None)
   )
+  tokens = dispatch_tokens(model, mesh, loss, dropout_key)
 
-  def run(rows: Any) -> dict[str, jax.Array]:
-    k, B = loss.rows(rows).inputs.shape[:2]
-    shapes = model.shapes(), model.probes(B // mesh.shape["data"], mesh.shape["tensor"])
-    params, probes = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  def run(rows: Any, parameters: Parameters) -> dict[str, jax.Array]:
+    k = loss.rows(rows).inputs.shape[0]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.shapes())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return total({_PARAMS: params, _PROBES: probes}, rows, k)
+      results = total({_PARAMS: zeros, _PROBES: _probes(model, mesh, loss, rows)}, rows, k)
+    return results | ({TOKENS: tokens(parameters, rows, k)} if counts_twice(model.config) else {})
 
   return run
+
+
+def dispatch_tokens(
+  model: Model, mesh: Mesh, loss: Loss, dropout_key: jax.Array
+) -> Callable[[Parameters, Any, Any], jax.Array]:
+  """Returns the function from parameters, what a dispatch is fed, and how many of its microbatches count
+  to the tokens of each expert: a forward of all but the head."""
+  total = sum_forward(
+    functools.partial(_loss, model, loss, NOTHING),
+    lambda terms, stats: tokens_of(stats),
+    mesh,
+    constants=({}, None),
+  )
+
+  def run(parameters: Parameters, rows: Any, num_microbatches: Any) -> jax.Array:
+    keys = loss.keys(model, dropout_key, rows)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      given = {_PARAMS: parameters, _PROBES: _probes(model, mesh, loss, rows)}
+      return total(given, rows, num_microbatches, keys)
+
+  return run
+
+
+def _probes(model: Model, mesh: Mesh, loss: Loss, rows: Any) -> Parameters:
+  B = loss.rows(rows).inputs.shape[1]
+  shapes = model.probes(B // mesh.shape["data"], mesh.shape["tensor"])
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def _loss(
@@ -143,3 +180,17 @@ def _squared(model: Model, gradients: dict[str, Parameters]) -> jax.Array:
   axes = model.axes()
   squares = by_path(lambda path, g: partial_sums.of_squares(g, axes[path]), gradients[_PARAMS])
   return functools.reduce(jnp.add, jax.tree.leaves(squares))
+
+
+def probe_squares(model: Model, gradients: Parameters) -> Parameters:
+  """Returns, for every probe, the squares of the gradients of what it measures, in parts."""
+  axes, flat = model.axes(), {}
+  by_path(lambda path, gradient: flat.update({path: gradient}), gradients)
+
+  def of(probed: Probed) -> jax.Array:
+    lead = 1 if probed.num_layers else 0
+    squares = [partial_sums.of_squares(flat[path], axes[path], lead) for path in probed.parameters]
+    return functools.reduce(jnp.add, squares)
+
+  structure = jax.tree.structure(model.probes(1, 1))
+  return jax.tree.unflatten(structure, [of(probed) for probed in model.probed()])

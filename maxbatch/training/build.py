@@ -38,6 +38,7 @@ from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.precision.loss_scale import LossScaling, scaling_of
 from maxbatch.precision.policy import check_range, policy_of
 from maxbatch.training.evaluation import EvalStep, traced_eval
+from maxbatch.training.expert_load import check_balance
 from maxbatch.training.metrics import chosen_metrics
 from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.objective import TEXT, Loss
@@ -90,6 +91,7 @@ def build_trainer(
   if config.pipeline.pipeline_schedule != "none":
     pipeline = pipeline_of(config, plan.topology, plan)
     bind_layered(model, model.shapes())
+  check_balance(model, pipeline)
   trainer = (_trainer if keep else _trainer.__wrapped__)(
     model,
     config.optimizer,
@@ -252,20 +254,6 @@ def lost_updates(model: Model) -> list[str]:
   ]
 
 
-def num_parameters(model: Model) -> int:
-  """Counts the parameters of a model."""
-  return sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
-
-
-def parameter_counts(model: Model) -> str:
-  """Says how many parameters there are, and how many of them train."""
-  trained, _ = model.split(model.shapes())
-  counted = f"{num_parameters(model):,} parameters"
-  if not model.frozen:
-    return counted
-  return f"{counted}, of which {sum(leaf.size for leaf in jax.tree.leaves(trained)):,} train"
-
-
 def step_rows(plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int) -> Rows:
   """Returns the shapes of the rows in the steps of phases of `micro_batch`."""
   leading = 1 if trainer.streamed else plan.microbatch_capacity, micro_batch
@@ -279,7 +267,8 @@ def traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
 
 def _traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
   batch = trainer.loss.batch_shapes(rows)
-  denominators = jax.eval_shape(lambda rows: trainer.denominators([rows]), batch)
+  parameters = trainer.abstract.parameters
+  denominators = jax.eval_shape(lambda *x: trainer.denominators([x[0]], x[1]), batch, parameters)
   microbatches = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trainer.microbatches(1, denominators)
   )

@@ -151,9 +151,11 @@ def _dispatch(
       raise
 
   batches: Iterable[Any] = map(rows_of, range(dispatches))
+  denominators = None
   if trainer.needs_denominators:
     batches = list(batches)
-  of_step = trainer.microbatches(num_microbatches, trainer.denominators(batches))
+    denominators = trainer.denominators(batches, state.parameters)
+  of_step = trainer.microbatches(num_microbatches, denominators)
   for number, rows in enumerate(batches, 1):
     flags = stop_flags(trainer.mesh, number == dispatches and stop.requested)
     inputs = rows, of_step, learning_rate, *(() if flags is None else (flags,))

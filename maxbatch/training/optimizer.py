@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -26,6 +27,7 @@ from maxbatch.config.schema import OptimizerConfig
 from maxbatch.core.train_step import StepOptimizer, step_optimizer
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, sharding
+from maxbatch.precision.policy import Policy, stochastically_updated
 
 Path = tuple[str, ...]
 
@@ -297,3 +299,22 @@ def _on_float32(rule: optax.GradientTransformation) -> optax.GradientTransformat
     return rule.update(updates, state, optax.tree.cast(params, jnp.float32), **extra)
 
   return optax.GradientTransformationExtraArgs(rule.init, update)
+
+
+def apply_updates(
+  policy: Policy, key: jax.Array, step: jax.typing.ArrayLike, params: Any, updates: Any
+) -> Any:
+  """Returns the parameters after the updates, rounded to the format that they are kept in.
+
+  Args:
+    policy: of the model.
+    key: of the run's random numbers.
+    step: updates before this one.
+    params: the parameters.
+    updates: float32.
+  """
+  if policy.weight_rounding != "stochastic":
+    return optax.apply_updates(params, updates)
+  # A key that no sample has, and of it one for each update.
+  key = jax.random.fold_in(key, np.uint32(2**32 - 1))
+  return stochastically_updated(params, updates, jax.random.fold_in(key, step))

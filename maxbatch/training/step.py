@@ -7,13 +7,12 @@ same sums, and agree to rounding.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from maxbatch.core.accumulate import Accumulate, Squares
@@ -29,13 +28,20 @@ from maxbatch.core.train_step import (
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags
 from maxbatch.hardware.sharding import replicated, sharding
-from maxbatch.models.registry import Model, Parameters, Probed, by_path
+from maxbatch.models.experts import TOKENS
+from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, step_arrays
 from maxbatch.precision.loss_scale import LossScaling
-from maxbatch.precision.policy import PLAIN, stochastically_updated
+from maxbatch.precision.policy import PLAIN
 from maxbatch.training import partial_sums
-from maxbatch.training.accumulate import dispatch_denominators, model_accumulate
+from maxbatch.training.accumulate import (
+  dispatch_denominators,
+  dispatch_tokens,
+  model_accumulate,
+  probe_squares,
+)
+from maxbatch.training.expert_load import counts_twice, load_metrics, with_buffers, with_load
 from maxbatch.training.loss_scaling import (
   Applied,
   ScalingMetrics,
@@ -46,6 +52,7 @@ from maxbatch.training.loss_scaling import (
 from maxbatch.training.metrics import Update, update_values
 from maxbatch.training.model_parts import to_layer_order, to_stage_order
 from maxbatch.training.objective import LOSS, PROBES, ROW_TOKENS_SQUARED, ROWS, TEXT, Loss
+from maxbatch.training.optimizer import apply_updates
 from maxbatch.training.pipelined_step import pipelined_accumulate
 from maxbatch.training.row_check import first_wrong_row
 from maxbatch.training.state import (
@@ -190,15 +197,15 @@ class Trainer:
 
   @functools.cached_property
   def _denominators(self) -> jax.stages.Wrapped:
-    of_dispatch = dispatch_denominators(self.model, self.mesh, self.measures, self.loss)
-    return jax.jit(of_dispatch, out_shardings=replicated(self.mesh))
+    parts = self.model, self.mesh, self.loss, self.dropout_key
+    return jax.jit(dispatch_denominators(*parts), out_shardings=replicated(self.mesh))
 
-  def denominators(self, dispatches: Iterable[Any]) -> Denominators | None:
-    """Returns those of the terms of a streamed step, given what its dispatches are fed; None where each
-    has what it needs."""
+  def denominators(self, dispatches: Sequence[Any], parameters: Parameters) -> Denominators | None:
+    """Returns those of the terms of a streamed step, given what its dispatches are fed and, for a balance
+    over the whole step, the parameters; None where each has what it needs."""
     if not self.needs_denominators:
       return None
-    each = [self._denominators(rows) for rows in dispatches]
+    each = [self._denominators(rows, parameters) for rows in dispatches]
     return jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *each)
 
   def to_save(self, state: TrainState, policies: Sequence[Parameters] = ()) -> dict[str, Any]:
@@ -250,6 +257,8 @@ def update(
     microbatches: of `Trainer.microbatches`.
     learning_rate: float32 scalar.
   """
+  if counts_twice(trainer.model.config):
+    state = _with_load(trainer, state, rows, microbatches)
   accumulate, count, denominators = _accumulate(trainer, state), microbatches, None
   if trainer.streamed:
     denominators = microbatches
@@ -260,13 +269,15 @@ def update(
     trainer.optimizer,
     streamed=trainer.streamed,
     reduce=functools.partial(_reduce, trainer),
-    apply_updates=functools.partial(_applied, trainer, state.opt_state.gradient_step),
+    apply_updates=functools.partial(
+      apply_updates, trainer.model.policy, trainer.dropout_key, state.opt_state.gradient_step
+    ),
   )
   keys = trainer.loss.keys(trainer.model, trainer.dropout_key, rows)
   before = StepState(state.params, state.opt_state, state.sums)
   after, result = step(before, rows, count, keys, denominators, learning_rate=learning_rate)
+  after, updates = with_buffers(trainer.model, trainer.pipeline, before, after, result)
   loss, scale, scaling = result.sums.terms[LOSS].value(), state.loss_scale, None
-  updates = result.updates
   if scale is not None and trainer.loss_scaling is not None:
     is_finite = jnp.isfinite(loss) & jnp.isfinite(result.grad_norm)
     kept = Applied(before.params, updates, before.opt_state)
@@ -274,9 +285,20 @@ def update(
     params, updates, opt_state = unless_skipped(kept, made, is_finite, result.is_last)
     after = after._replace(params=params, opt_state=opt_state)
     scale, scaling = next_scale(trainer.loss_scaling, scale, is_finite, result.is_last)
-  metrics = _metrics(trainer, result, after.params, cast(Parameters, updates), learning_rate)
+  metrics = _metrics(trainer, result, after.params, updates, learning_rate)
   state = TrainState(after.params, after.opt_state, after.sums, state.frozen, scale)
   return state, metrics._replace(scaling=scaling)
+
+
+def _with_load(trainer: Trainer, state: TrainState, rows: Any, microbatches: Any) -> TrainState:
+  """Returns the state with the load of this step, by which the balance of its experts is minimized."""
+  if trainer.streamed:
+    tokens_LE = microbatches[TOKENS]
+  else:
+    of_dispatch = dispatch_tokens(trainer.model, trainer.mesh, trainer.loss, trainer.dropout_key)
+    tokens_LE = of_dispatch(state.parameters, rows, microbatches)
+  parts = (with_load(trainer.model, part, tokens_LE) for part in (state.params, state.frozen))
+  return state._replace(**dict(zip(("params", "frozen"), parts, strict=True)))
 
 
 def _accumulate(trainer: Trainer, state: TrainState) -> Accumulate:
@@ -299,18 +321,7 @@ def _accumulate(trainer: Trainer, state: TrainState) -> Accumulate:
 
 def _reduce(trainer: Trainer, sums: Sums, gradients: Parameters) -> tuple[Sums, Parameters]:
   """Returns sums that were in parts, and for every probe the square of what it measures, so far."""
-  return partial_sums.joined_sums(sums, _squares(trainer.model, gradients))
-
-
-def _applied(
-  trainer: Trainer, step: jax.typing.ArrayLike, params: Parameters, updates: Parameters
-) -> Parameters:
-  """Returns the parameters after the updates, rounded to the format that they are kept in."""
-  if trainer.model.policy.weight_rounding != "stochastic":
-    return cast(Parameters, optax.apply_updates(params, updates))
-  # A key that no sample has, and of it one for each update.
-  key = jax.random.fold_in(trainer.dropout_key, np.uint32(2**32 - 1))
-  return stochastically_updated(params, updates, jax.random.fold_in(key, step))
+  return partial_sums.joined_sums(sums, probe_squares(trainer.model, gradients))
 
 
 def _metrics(
@@ -322,7 +333,8 @@ def _metrics(
 ) -> StepMetrics:
   """Returns what a dispatch reports, of the step so far."""
   sums = result.sums
-  loss, weight, stats = sums.terms[LOSS].value(), sums.terms[LOSS].denominator, dict(sums.stats)
+  loss, weight = sums.terms[LOSS].value(), sums.terms[LOSS].denominator
+  stats, of_experts = load_metrics(sums.stats)
   noise = None
   if ROWS in stats:
     rows, tokens, of_rows = stats.pop(ROWS), stats.pop(ROW_TOKENS_SQUARED), stats.pop(PROBES)
@@ -339,24 +351,11 @@ def _metrics(
     weight=weight,
     metrics=own
     | {name: stat.value() for name, stat in stats.items()}
+    | of_experts
     | update_values(trainer.measures.metrics, update),
     noise=noise,
     of_step=result.measured if noise else None,
   )
-
-
-def _squares(model: Model, gradients: Parameters) -> Parameters:
-  """Returns, for every probe, the squares of the gradients of what it measures, in parts."""
-  axes, flat = model.axes(), {}
-  by_path(lambda path, gradient: flat.update({path: gradient}), gradients)
-
-  def of(probed: Probed) -> jax.Array:
-    lead = 1 if probed.num_layers else 0
-    squares = [partial_sums.of_squares(flat[path], axes[path], lead) for path in probed.parameters]
-    return functools.reduce(jnp.add, squares)
-
-  structure = jax.tree.structure(model.probes(1, 1))
-  return jax.tree.unflatten(structure, [of(probed) for probed in model.probed()])
 
 
 def step_function(trainer: Trainer, rows: Any) -> jax.stages.Wrapped:

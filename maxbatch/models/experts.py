@@ -1,0 +1,277 @@
+"""A mixture of experts: a router sends each token to K of E feed-forward layers, and drops none.
+
+What it adds to a step are sums over rows and tokens with the step's own denominators, and integers, so
+no split of the batch changes them; tokens that do not count in the loss, as padding, count nowhere here
+either. (A balance loss of products of a batch's means would depend on the split: core/terms.py.)
+
+B rows, T tokens, D width of the residual stream, E experts, K of them for a token, G groups of them, F
+width of an expert, S slots of models/grouped.py, L layers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxbatch.config.experts import expert_width
+from maxbatch.config.schema import ModelConfig
+from maxbatch.core.terms import Ratio, Stat, Sum, Terms, safe_ratio
+from maxbatch.errors import UserError
+from maxbatch.hardware.sharding import LogicalAxes, by_device
+from maxbatch.models.attention import AttentionContext
+from maxbatch.models.forms import barrier_gradients
+from maxbatch.models.grouped import combined, dispatched, grouped_product, slots_of
+from maxbatch.models.layers import FeedForward, Outputs, buffer, gelu, parameter
+from maxbatch.models.remat import named
+from maxbatch.precision.policy import PLAIN, Policy
+
+TOKENS = "moe/expert_tokens"
+"""The statistic int32[L, E]: a step's tokens of each expert of each layer."""
+LOAD = ("layers", "mlp", "router", "load")
+"""The path of the routers' loads; the other buffers, float32[L, E] too, are their biases."""
+BALANCE, Z_LOSS, ENTROPY, NEAR_TIES = (
+  *("moe/balance_loss", "moe/router_z_loss", "moe/router_entropy", "moe/near_ties"),
+)
+_NEAR = 16
+"""Scores that differ by so many times the computation's rounding may change places when it is done in
+another order."""
+
+
+class Routed(NamedTuple):
+  """Where tokens go."""
+
+  chosen: jax.Array
+  """int32[…, K]"""
+  weight: jax.Array
+  """float32[…, K]"""
+  share: jax.Array
+  """float32[…, E]: scores that add up to 1."""
+  log_z: jax.Array
+  """float32[…]: logarithm of the sum of the logits' exponentials."""
+  margin: jax.Array
+  """float32[…]: by how much the last that was chosen is ahead of the first that was not."""
+
+
+class Matrix(nnx.Module):
+  """A matrix for each expert, or one for all."""
+
+  def __init__(self, rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: LogicalAxes):
+    self.kernel = parameter(rngs, std, shape, axes)
+
+
+class Router(Matrix):
+  """Scores of the experts for each token, in float32 whatever the computation's format is."""
+
+  def __init__(self, rngs: nnx.Rngs, config: ModelConfig):
+    D, E = config.base_emb_dim, config.num_experts
+    super().__init__(rngs, 1 / math.sqrt(D), (D, E), ("embed", "expert"))
+    self.bias = buffer(0.0, (E,), ("expert",)) if config.routed_bias else None
+    even = config.num_experts_per_tok / E
+    self.load = buffer(even, (E,), ("expert",)) if has_load(config) else None
+    """The part of a step's tokens that each expert is sent, by which the balance loss weights shares."""
+
+
+class Feeds(nnx.Module):
+  """The matrices of all experts."""
+
+  def __init__(self, rngs: nnx.Rngs, config: ModelConfig, residual_scale: float):
+    D, F, E = config.base_emb_dim, expert_width(config), config.num_experts
+    up = 1 / math.sqrt(D), (E, D, F), ("expert", "embed", "mlp")
+    self.gate = Matrix(rngs, *up) if config.mlp_activation != "gelu" else None
+    self.up = Matrix(rngs, *up)
+    down = (E, F, D), ("expert", "mlp", "embed")
+    self.down = Matrix(rngs, residual_scale / math.sqrt(F), *down)
+
+
+class Experts(nnx.Module):
+  """What stands in a block instead of the feed-forward layer."""
+
+  policy: Policy = PLAIN
+
+  def __init__(self, rngs: nnx.Rngs, config: ModelConfig, residual_scale: float):
+    self.config = config
+    self.router = Router(rngs, config)
+    self.experts = Feeds(rngs, config, residual_scale)
+    shared = dataclasses.replace(config, base_mlp_dim=config.shared_experts * expert_width(config))
+    self.shared = FeedForward(rngs, shared, residual_scale) if config.shared_experts else None
+
+  @jax.named_scope("experts")
+  def __call__(self, x_BTD: jax.Array, at: AttentionContext) -> Outputs:
+    """Applies the layer: (B, T, D) → (B, T, D), with its terms and statistics."""
+    counts_BT = at.counts_BT
+    if counts_BT is None:
+      counts_BT = jnp.ones(x_BTD.shape[:2], bool)
+    y_BTD, of_rows = by_device(self._of_rows, self._parameters(), x_BTD, counts_BT)
+    if self.shared is not None:
+      y_BTD = y_BTD + self.shared(x_BTD)
+    return Outputs(y_BTD, *self._sums(of_rows, counts_BT, at.layer))
+
+  def _parameters(self) -> dict[str, tuple[jax.Array, LogicalAxes]]:
+    """Returns what a device needs of the layer's parameters, with their axes."""
+    router = self.router
+    given = {"router": (router.kernel[...].astype(jnp.float32), router.kernel.axes)}
+    if router.bias is not None:
+      given["bias"] = (router.bias[...], router.bias.axes)
+    for name in ("gate", "up", "down"):
+      matrix = getattr(self.experts, name)
+      if matrix is not None:
+        given[name] = (self.policy.cast(matrix.kernel[...]), matrix.kernel.axes)
+    return given
+
+  def _of_rows(
+    self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, counts_BT: jax.Array
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns what experts make of some rows, by the part of their width that is given, and sums over
+    the tokens of each row."""
+    B, T, D = x_BTD.shape
+    routed = route(self.config, x_BTD, parameters["router"], parameters.get("bias"))
+    slots = slots_of(routed.chosen.reshape(B * T, -1), self.config.num_experts)
+    y_SD = self._fed(parameters, dispatched(x_BTD.reshape(B * T, D), slots), slots)
+    y_TD = combined(y_SD, routed.weight.reshape(B * T, -1), slots)
+    of_rows = self._row_sums(routed, counts_BT)
+    return self.policy.cast(y_TD.reshape(B, T, D)), of_rows
+
+  def _fed(self, parameters, x_SD, slots) -> jax.Array:
+    up_SF = named(grouped_product(x_SD, parameters["up"], slots), "mlpwi_1")
+    if "gate" in parameters:
+      gate_SF = named(grouped_product(x_SD, parameters["gate"], slots), "mlpwi_0")
+      up_SF, gate_SF = barrier_gradients((up_SF, gate_SF))
+      is_silu = self.config.mlp_activation == "swiglu"
+      h_SF = (jax.nn.silu if is_silu else gelu)(gate_SF) * up_SF
+    else:
+      h_SF = gelu(up_SF)
+    return named(grouped_product(self.policy.cast(h_SF), parameters["down"], slots), "mlpwo")
+
+  def _row_sums(self, routed: Routed, counts_BT: jax.Array) -> dict[str, jax.Array]:
+    E = self.config.num_experts
+    sent_BTKE = jax.nn.one_hot(routed.chosen, E, dtype=jnp.int32) * counts_BT[..., None, None]
+    weight_BT = counts_BT.astype(jnp.float32)
+    share_BTE = routed.share
+    log_BTE = jnp.log(jnp.where(share_BTE > 0, share_BTE, 1))
+    near = _NEAR * jnp.finfo(self.policy.dtype).eps
+    return {
+      "tokens": sent_BTKE.sum((1, 2), dtype=jnp.int32),
+      "share": (weight_BT[..., None] * share_BTE).sum(1),
+      "entropy": -(weight_BT[..., None] * share_BTE * log_BTE).sum((1, 2)),
+      "z": (weight_BT * routed.log_z**2).sum(1),
+      "near": ((routed.margin < near) & counts_BT).sum(1, dtype=jnp.int32),
+    }
+
+  def _sums(
+    self, of_rows: Mapping[str, jax.Array], counts_BT: jax.Array, layer: jax.Array | int
+  ) -> tuple[Terms, dict[str, Stat]]:
+    """Returns the layer's terms and statistics."""
+    c = self.config
+    tokens_B = counts_BT.sum(1).astype(jnp.float32)
+    tokens, rows = tokens_B.sum(), (tokens_B > 0).sum().astype(jnp.float32)
+    tokens_E = of_rows["tokens"].sum(0)
+    by_layer_LE = jnp.zeros((c.base_num_decoder_layers, c.num_experts), jnp.int32)
+    stats: dict[str, Stat] = {
+      TOKENS: Sum(by_layer_LE.at[layer].set(tokens_E)),
+      ENTROPY: Ratio(of_rows["entropy"].sum(), tokens),
+      NEAR_TIES: Sum(of_rows["near"].sum()),
+    }
+    if self.router.load is None:
+      summed, over = self._row_balance(of_rows, tokens_B), rows
+    else:
+      summed, over = self._even * (self.router.load[...] * of_rows["share"].sum(0)).sum(), tokens
+    balance = Ratio(summed, over, c.load_balance_loss_weight)
+    both = {BALANCE: balance, Z_LOSS: Ratio(of_rows["z"].sum(), tokens, c.router_z_loss_weight)}
+    terms = {name: each for name, each in both.items() if each.coefficient}
+    return terms, stats | {name: each for name, each in both.items() if name not in terms}
+
+  @property
+  def _even(self) -> float:
+    return self.config.num_experts / self.config.num_experts_per_tok
+
+  def _row_balance(self, of_rows: Mapping[str, jax.Array], tokens_B: jax.Array) -> jax.Array:
+    """Returns Σ over rows of E/K · Σ_e (its tokens at e / its tokens) · (mean share of e): 1 for a row
+    that is spread evenly (Fedus et al. 2021, by row as in DeepSeek-V3)."""
+    sent_BE = of_rows["tokens"].astype(jnp.float32)
+    return self._even * safe_ratio((sent_BE * of_rows["share"]).sum(1), tokens_B**2).sum()
+
+
+def route(
+  config: ModelConfig, x: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None
+) -> Routed:
+  """Chooses experts for tokens (…, D) and weights them; all in float32."""
+  K = config.num_experts_per_tok
+  logits = jnp.matmul(x.astype(jnp.float32), kernel_DE, precision="highest")
+  log_z = jax.nn.logsumexp(logits, -1)
+  if config.routed_score_func == "softmax":
+    scores = share = jnp.exp(logits - log_z[..., None])
+  else:
+    scores = jax.nn.sigmoid(logits)
+    share = scores / scores.sum(-1, keepdims=True)
+  ranked = scores if bias_E is None else scores + bias_E.reshape((1,) * (x.ndim - 1) + bias_E.shape)
+  ranked = jax.lax.stop_gradient(ranked)
+  if config.n_routing_groups > 0:
+    ranked = _in_best_groups(ranked, config.n_routing_groups, config.topk_routing_group)
+  best, places = jax.lax.top_k(ranked, min(K + 1, config.num_experts))
+  chosen = places[..., :K]
+  weight = jnp.take_along_axis(scores, chosen, -1)
+  if config.norm_topk_prob:
+    weight = weight / (weight.sum(-1, keepdims=True) + 1e-20)
+  margin = best[..., K - 1] - best[..., K] if best.shape[-1] > K else jnp.full(log_z.shape, jnp.inf)
+  return Routed(chosen, weight * config.routed_scaling_factor, share, log_z, margin)
+
+
+def _in_best_groups(ranked: jax.Array, groups: int, kept: int) -> jax.Array:
+  """Returns −∞ outside of the groups whose two highest scores have the highest sums."""
+  ranked_G = ranked.reshape(*ranked.shape[:-1], groups, -1)
+  sums_G = jax.lax.top_k(ranked_G, 2)[0].sum(-1)
+  best = jax.lax.top_k(sums_G, kept)[1]
+  is_kept_G = jax.nn.one_hot(best, groups, dtype=bool).any(-2)
+  return jnp.where(is_kept_G[..., None], ranked_G, -jnp.inf).reshape(ranked.shape)
+
+
+def has_load(config: ModelConfig) -> bool:
+  """Returns whether a balance loss needs the load of a whole step."""
+  return config.load_balance_loss_weight > 0 and config.load_balance_loss_type != "sequence"
+
+
+def validate_experts(config: ModelConfig) -> None:
+  """Checks the keys of a mixture.
+
+  Raises:
+    UserError: naming the keys, their values and values that work.
+  """
+  E, K, G = config.num_experts, config.num_experts_per_tok, config.n_routing_groups
+  if E == 1:
+    return
+  if K > E:
+    raise UserError(
+      f"num_experts_per_tok={K} must be at most num_experts={E}; for example num_experts_per_tok={E}"
+    )
+  if K == 1 and config.norm_topk_prob:
+    raise UserError(
+      "num_experts_per_tok=1 with norm_topk_prob=true: the weight of a token's only expert is always 1, "
+      "and the router learns nothing from the loss; for example norm_topk_prob=false, or "
+      "num_experts_per_tok=2"
+    )
+  if config.mlp_bias:
+    raise UserError(f"mlp_bias=true: num_experts={E} experts have no biases; set mlp_bias=false")
+  if G > 0:
+    _validate_groups(E, K, G, config.topk_routing_group)
+
+
+def _validate_groups(E: int, K: int, G: int, kept: int) -> None:
+  if E % G or E == G:
+    working = max((g for g in range(2, E // 2 + 1) if E % g == 0), default=-1)
+    raise UserError(
+      f"num_experts={E} must be a multiple of n_routing_groups={G}, and groups have two experts at least; "
+      f"for example n_routing_groups={working}"
+    )
+  if kept > G:
+    raise UserError(
+      f"topk_routing_group={kept} must be at most n_routing_groups={G}; for example topk_routing_group={G}"
+    )
+  if kept * (E // G) < K:
+    raise UserError(
+      f"num_experts_per_tok={K} must be at most the {kept * (E // G)} experts of topk_routing_group={kept} "
+      f"of n_routing_groups={G} groups; for example topk_routing_group={-(-K * G // E)}"
+    )

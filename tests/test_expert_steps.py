@@ -1,0 +1,199 @@
+"""A mixture of experts: the same training, biases and counts however a step's batch is divided."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from initial_states import initial_state, random_parameters
+from support import SMALLEST, config, in_microbatches, mesh, uneven_rows
+
+from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.errors import UserError
+from maxbatch.models.experts import BALANCE, LOAD
+from maxbatch.models.registry import Parameters, build_model
+from maxbatch.training.build import build_trainer
+from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
+
+T, ROWS, LAYERS, E, K = 16, 24, 2, 4, 2
+RATE = np.float32(1000)
+"""Beside an update as large as that, rounding of the parameters themselves is nothing. A third of the rows
+is padding, and is a whole microbatch of 3."""
+SIZES = {**SMALLEST, "base_num_decoder_layers": LAYERS, "opt_type": "sgd"}
+SIZES |= {"gradient_clipping_threshold": 0, "num_experts": E, "num_experts_per_tok": K}
+SIZES |= {"base_moe_mlp_dim": 8, "load_balance_loss_weight": 0.5}
+"""With a balance loss that matters beside the cross entropy."""
+BALANCES = {
+  "bias": {"routed_bias": "true", "routed_score_func": "sigmoid", "router_z_loss_weight": 0.1},
+  "global": {"load_balance_loss_type": "global"},
+  "last_step": {"load_balance_loss_type": "last_step"},
+}
+BIAS = ("layers", "mlp", "router", "bias")
+
+
+def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 0, **keys: object) -> Trainer:
+  """Of fused steps, or of streamed ones in so many dispatches."""
+  settings = config(**SIZES | keys)
+  model = build_model(settings.model, T)
+  optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches or 1)
+  parts = model, optimizer, mesh(*axes), jax.random.key(7)
+  return Trainer(*parts, streamed=dispatches > 0)
+
+
+@functools.cache
+def parameters(balance: str) -> Parameters:
+  made = random_parameters(trainer(**BALANCES[balance]).model, seed=4)
+  router = made["layers"]["mlp"]["router"]
+  if "bias" in router:
+    router["bias"] = 0.1 * router["bias"]
+  if "load" in router:
+    router["load"] = np.full((LAYERS, E), [0.9, 0.6, 0.4, 0.1], np.float32)
+  return made
+
+
+def stepped(parts: Trainer, k: int, balance: str) -> tuple[Parameters, StepMetrics]:
+  """The parameters after a step of k microbatches, and what it reports."""
+  fed = in_microbatches(uneven_rows(ROWS, T), k, k)
+  pieces = [fed]
+  if parts.streamed:
+    pieces = [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)]
+  pieces = [jax.device_put(piece, rows_shardings(piece, parts.mesh)) for piece in pieces]
+  state, metrics = initial_state(parts, parameters(balance)), None
+  of_step = parts.microbatches(k, parts.denominators(pieces, state.parameters))
+  function = step_function(parts, pieces[0])
+  for piece in pieces:
+    state, metrics = function(state, piece, of_step, RATE)
+  return jax.device_get((parts.by_layer(state.params), metrics))
+
+
+@functools.cache
+def whole(balance: str) -> tuple[Parameters, StepMetrics]:
+  return stepped(trainer(**BALANCES[balance]), 1, balance)
+
+
+def assert_same(found: tuple[Parameters, StepMetrics], balance: str) -> None:
+  (params, metrics), (expected, whole_metrics) = found, whole(balance)
+  before = parameters(balance)
+  updates, of_whole = (jax.tree.map(np.subtract, after, before) for after in (params, expected))
+  assert error(updates, of_whole) < 1e-6
+  assert set(metrics.metrics) == set(whole_metrics.metrics)
+  for name, value in metrics.metrics.items():
+    expected_value = whole_metrics.metrics[name]
+    assert np.ravel(value) == pytest.approx(np.ravel(expected_value), rel=1e-6), name
+    if name.startswith("moe/load/"):
+      # What is counted is the same and not only close.
+      np.testing.assert_array_equal(counts_of(value), counts_of(expected_value))
+  for name in ("bias", "load"):
+    router, of_whole = (each["layers"]["mlp"]["router"] for each in (params, expected))
+    assert (name in router) is (name in of_whole)
+    if name in router:
+      np.testing.assert_array_equal(router[name], of_whole[name])
+  assert metrics.loss == pytest.approx(whole_metrics.loss, rel=1e-6)
+  assert metrics.grad_norm == pytest.approx(whole_metrics.grad_norm, rel=1e-6)
+
+
+def counts_of(load_E: np.ndarray) -> np.ndarray:
+  """The tokens that a load was divided from."""
+  tokens = np.count_nonzero(uneven_rows(ROWS, T).weights)
+  counts = np.asarray(load_E) * tokens * K / E
+  np.testing.assert_allclose(counts, counts.round(), atol=1e-3)
+  return counts.round().astype(int)
+
+
+def error(found: Parameters, expected: Parameters) -> float:
+  """‖difference‖ / ‖expected‖ of the whole tree."""
+  each = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+  squares = [(np.sum((a - b) ** 2, dtype=float), np.sum(b**2, dtype=float)) for a, b in each]
+  off, norm = np.sum(squares, axis=0)
+  return float(np.sqrt(off / norm))
+
+
+@pytest.mark.parametrize(
+  ("axes", "k", "streamed", "balance"),
+  [
+    ((2, 2, 2), 3, False, "bias"),
+    ((1, 1, 1), 3, True, "bias"),
+    ((2, 2, 2), 3, False, "global"),
+    ((1, 2, 1), 3, True, "global"),
+    ((2, 1, 1), 2, False, "last_step"),
+  ],
+)
+def test_any_split_trains_as_the_whole_batch(axes, k, streamed, balance):
+  parts = trainer(axes, k if streamed else 0, **BALANCES[balance])
+  assert_same(stepped(parts, k, balance), balance)
+
+
+def test_a_bias_moves_by_the_sign_of_what_is_missing():
+  params, metrics = whole("bias")
+  moved = (
+    params["layers"]["mlp"]["router"]["bias"]
+    - parameters("bias")["layers"]["mlp"]["router"]["bias"]
+  )
+  loads = np.stack([metrics.metrics[f"moe/load/{layer}"] for layer in range(LAYERS)])
+  np.testing.assert_allclose(moved, 0.001 * np.sign(1 - loads), atol=1e-8)
+  assert (np.sign(1 - loads) != 0).all()
+
+
+def test_the_loads_are_those_of_tokens_that_count():
+  _, metrics = whole("global")
+  loads = np.stack([metrics.metrics[f"moe/load/{layer}"] for layer in range(LAYERS)])
+  assert (counts_of(loads).sum(-1) == K * np.count_nonzero(uneven_rows(ROWS, T).weights)).all()
+  np.testing.assert_allclose(loads.mean(-1), 1, rtol=1e-6)
+  assert metrics.metrics["moe/max_load"] == pytest.approx(loads.max(-1))
+
+
+def test_two_passes_minimize_the_loss_of_the_whole_step():
+  """E/K · Σ_e (part of the step's tokens) · (mean share), with the shares' mean by the loss itself."""
+  (after, metrics), (_, last) = whole("global"), whole("last_step")
+  load = after["layers"]["mlp"]["router"]["load"]
+  loads = np.stack([metrics.metrics[f"moe/load/{layer}"] for layer in range(LAYERS)])
+  np.testing.assert_allclose(load, K / E * loads, rtol=1e-6)
+  # The same tokens with the loads that were there before: another algorithm, another value.
+  assert metrics.metrics[BALANCE] != pytest.approx(last.metrics[BALANCE], rel=1e-3)
+  assert metrics.metrics["moe/load/0"] == pytest.approx(last.metrics["moe/load/0"])
+
+
+def test_what_a_step_writes_is_saved():
+  parts = trainer(**BALANCES["bias"])
+  saved = parts.to_save(initial_state(parts, parameters("bias")))
+  restored = parts.from_saved(saved).params["layers"]["mlp"]["router"]["bias"]
+  np.testing.assert_array_equal(restored, parameters("bias")["layers"]["mlp"]["router"]["bias"])
+
+
+# --- pipelines ------------------------------------------------------------------------------------
+
+
+def pipelined(schedule: str, stages: int, k: int, **keys: Any) -> Trainer:
+  """Of steps of k microbatches, each in 4 through the stages."""
+  keys = {"pipeline_schedule": schedule, "ici_pipeline_parallelism": stages, **keys}
+  keys |= {"num_pipeline_microbatches": 4, "gradient_accumulation_steps": k}
+  batch = {"per_device_batch_size": f"{ROWS // k}/{stages}", "num_simulated_devices": stages}
+  settings = config(**SIZES | keys | batch)
+  plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, stages))
+  return build_trainer(settings, plan, jax.devices()[:stages])
+
+
+@pytest.mark.parametrize(
+  ("schedule", "k", "balance"), [("gpipe", 3, "bias"), ("1f1b", 1, "last_step")]
+)
+def test_a_pipeline_trains_as_the_whole_batch(schedule, k, balance):
+  parts = pipelined(schedule, 2, k, **BALANCES[balance])
+  assert_same(stepped(parts, k, balance), balance)
+
+
+def test_two_passes_are_refused_in_a_pipeline():
+  with pytest.raises(UserError, match="load_balance_loss_type=global counts a step's tokens in"):
+    pipelined("gpipe", 2, 1, **BALANCES["global"])
+
+
+def test_a_frozen_router_keeps_no_load_of_the_last_step():
+  keys = {**BALANCES["last_step"], "lora_rank": 2}
+  with pytest.raises(UserError, match="load_balance_loss_type=last_step: with these lora_rank"):
+    pipelined("gpipe", 2, 1, **keys)
+
+
+def test_the_loads_path_is_that_of_the_model():
+  assert LOAD in trainer(**BALANCES["global"]).model.buffers
+  assert trainer(**BALANCES["bias"]).model.buffers == {BIAS}

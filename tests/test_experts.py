@@ -1,0 +1,228 @@
+"""The layer of experts: what it computes, beside every expert at every token, and what it refuses."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import config, model_config, uneven_rows
+
+import maxbatch as mb
+from maxbatch.compile.traced_flops import model_flops_per_token, step_flops
+from maxbatch.config.load import without_effect
+from maxbatch.errors import UserError
+from maxbatch.models.attention import AttentionContext
+from maxbatch.models.experts import BALANCE, TOKENS, Experts, route
+from maxbatch.models.grouped import block_size, num_slots, slots_of
+from maxbatch.models.layers import Outputs
+from maxbatch.models.registry import build_model
+
+B, T, D, E, K = 3, 16, 32, 6, 2
+EXPERTS = {"num_experts": E, "num_experts_per_tok": K, "base_moe_mlp_dim": 24}
+FORMS = {
+  "Mixtral's": {},
+  "OLMoE's": {"norm_topk_prob": "false"},
+  "DeepSeek's": {
+    **{"routed_score_func": "sigmoid", "routed_bias": "true", "routed_scaling_factor": 2.5},
+    **{"n_routing_groups": 3, "topk_routing_group": 2, "shared_experts": 2},
+  },
+  "not gated": {"mlp_activation": "gelu"},
+}
+AT = AttentionContext(jnp.zeros((1, T), jnp.int32), None, None, None)
+
+
+def layer(**keys):
+  settings = model_config(**EXPERTS | keys)
+  experts = Experts(nnx.Rngs(0), settings, 1.0)
+  if experts.router.bias is not None:
+    experts.router.bias.set_value(jnp.linspace(-0.3, 0.3, E))
+  return settings, *nnx.split(experts)
+
+
+def every_expert_at_every_token(settings, experts, x_BTD):
+  """The same in the plainest way; of what route chose."""
+  bias = experts.router.bias
+  routed = route(settings, x_BTD, experts.router.kernel[...], None if bias is None else bias[...])
+  feeds = experts.experts
+  up = jnp.einsum("btd,edf->btef", x_BTD, feeds.up.kernel[...])
+  if feeds.gate is None:
+    h = jax.nn.gelu(up)
+  else:
+    h = jax.nn.silu(jnp.einsum("btd,edf->btef", x_BTD, feeds.gate.kernel[...])) * up
+  y = jnp.einsum("btef,efd->bted", h, feeds.down.kernel[...])
+  weight = (jax.nn.one_hot(routed.chosen, E) * routed.weight[..., None]).sum(2)
+  y_BTD = (y * weight[..., None]).sum(2)
+  return y_BTD if experts.shared is None else y_BTD + experts.shared(x_BTD)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_see_their_experts_and_no_token_is_dropped(form):
+  settings, graph, state = layer(**FORMS[form])
+  x_BTD, d_BTD = jax.random.normal(jax.random.key(1), (2, B, T, D))
+
+  def plain(state, x_BTD):
+    return (every_expert_at_every_token(settings, nnx.merge(graph, state), x_BTD) * d_BTD).sum()
+
+  def ours(state, x_BTD):
+    return (nnx.merge(graph, state)(x_BTD, AT).hidden_BTD * d_BTD).sum()
+
+  found, expected = (jax.value_and_grad(f, argnums=(0, 1))(state, x_BTD) for f in (ours, plain))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * float(jnp.abs(b).max()))
+
+
+def test_scores_by_hand():
+  kernel = jnp.eye(E)
+  x = jnp.log(jnp.array([[1.0, 2, 3, 4, 5, 6]]))
+  of = {**EXPERTS, "routed_scaling_factor": 2}
+  routed = route(model_config(**of), x, kernel, None)
+  assert routed.chosen.tolist() == [[5, 4]]
+  np.testing.assert_allclose(routed.weight, [[2 * 6 / 11, 2 * 5 / 11]], rtol=1e-6)
+  np.testing.assert_allclose(routed.share, [[n / 21 for n in range(1, 7)]], rtol=1e-6)
+  np.testing.assert_allclose(routed.log_z, [np.log(21)], rtol=1e-6)
+  routed = route(model_config(**of, norm_topk_prob="false"), x, kernel, None)
+  np.testing.assert_allclose(routed.weight, [[2 * 6 / 21, 2 * 5 / 21]], rtol=1e-6)
+  sigmoid = model_config(**of, routed_score_func="sigmoid", routed_bias="true")
+  routed = route(sigmoid, x, kernel, jnp.array([9.0, 0, 0, 0, 0, 0]))
+  assert routed.chosen.tolist() == [[0, 5]]
+  odds = np.array([1 / 2, 6 / 7])  # The bias chooses and does not weight.
+  np.testing.assert_allclose(routed.weight, [2 * odds / odds.sum()], rtol=1e-6)
+  groups = model_config(**of, n_routing_groups=3, topk_routing_group=1)
+  # 8 is the highest score, 6 and 7 the best two of a group.
+  x = jnp.log(jnp.array([[8.0, 1, 2, 3, 6, 7]]))
+  assert route(groups, x, kernel, None).chosen.tolist() == [[5, 4]]
+
+
+def test_every_assignment_has_a_slot_of_its_expert():
+  random = np.random.default_rng(0)
+  for chosen in (
+    random.integers(0, 3, (50, 2)),
+    np.full((50, 2), 2),
+    random.integers(0, 5, (1, 2)),
+  ):
+    slots = jax.device_get(slots_of(jnp.asarray(chosen), 5))
+    M = block_size(chosen.size, 5)
+    assert len(set(slots.slot_TK.ravel().tolist())) == chosen.size == slots.is_used_S.sum()
+    np.testing.assert_array_equal(slots.expert_of_block[slots.slot_TK // M], chosen)
+    np.testing.assert_array_equal(slots.tokens_E, np.bincount(chosen.ravel(), minlength=5))
+    np.testing.assert_array_equal(slots.assignment_S[slots.slot_TK.ravel()], np.arange(chosen.size))
+
+
+@pytest.mark.parametrize("experts", [4, 8, 64])
+def test_empty_slots_are_few(experts):
+  assignments = 1024 * experts // 8
+  assert num_slots(assignments, experts, block_size(assignments, experts)) < 1.25 * assignments
+
+
+def test_a_layer_costs_what_its_tokens_experts_do():
+  _, graph, state = layer(num_experts=16, base_moe_mlp_dim=64)
+  x_BTD = jnp.zeros((16, 64, D))
+  at = AT._replace(first_BT=jnp.zeros((1, 64), jnp.int32))
+
+  def square(state, x_BTD):
+    return (nnx.merge(graph, state)(x_BTD, at).hidden_BTD ** 2).sum()
+
+  counted = step_flops(jax.make_jaxpr(jax.grad(square, argnums=(0, 1)))(state, x_BTD)).total
+  active = 6 * 16 * 64 * (K * 3 * D * 64 + D * 16)
+  assert active < counted < 1.25 * active
+
+
+def test_active_and_total_parameters():
+  dense, mixture = (
+    build_model(model_config(**keys), T) for keys in ({"base_mlp_dim": 24}, {**EXPERTS})
+  )
+  matrices, layers = 3 * D * 24, 2
+  more = model_flops_per_token(mixture, T) - model_flops_per_token(dense, T)
+  assert more == 6 * layers * ((K - 1) * matrices + D * E)
+  sizes = [sum(x.size for x in jax.tree.leaves(model.shapes())) for model in (dense, mixture)]
+  assert sizes[1] - sizes[0] == layers * ((E - 1) * matrices + D * E)
+
+
+# --- what is counted ------------------------------------------------------------------------------
+
+
+def test_padding_counts_nowhere():
+  model = build_model(model_config(**EXPERTS, load_balance_loss_weight=0.1), T)
+  params = model.init(jax.random.key(0))
+  rows = uneven_rows(12, T)  # Rows 8 to 11 have no token.
+
+  @jax.jit
+  def sums(rows):
+    outputs = model.bind(params)(rows, None)
+    assert isinstance(outputs, Outputs)
+    return outputs.terms, outputs.stats
+
+  terms, stats = sums(rows)
+  of_tokens = rows.weights != 0
+  assert stats[TOKENS].total.sum() == 2 * K * of_tokens.sum()
+  assert terms[BALANCE].denominator == 2 * of_tokens.any(1).sum()
+  # Causal: what a token is sent to does not depend on the padding behind it.
+  garbage = rows._replace(inputs=np.where(of_tokens, rows.inputs, 7).astype(np.int32))
+  others = sums(garbage)
+  for a, b in zip(jax.tree.leaves((terms, stats)), jax.tree.leaves(others), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_the_loss_of_a_row_is_one_if_it_is_spread_evenly():
+  _, graph, state = layer()
+  even = {"tokens": jnp.full((1, E), 4), "share": jnp.full((1, E), 2.0)}
+  collapsed = {"tokens": jnp.array([[12, 12, 0, 0, 0, 0]]), "share": jnp.eye(1, E) * 12}
+  experts = nnx.merge(graph, state)
+  assert experts._row_balance(even, jnp.array([12.0])) == pytest.approx(1)
+  assert experts._row_balance(collapsed, jnp.array([12.0])) == pytest.approx(E / K)
+
+
+def test_no_split_changes_a_term_or_a_statistic():
+  _, graph, state = layer(load_balance_loss_weight=0.1, router_z_loss_weight=0.01)
+
+  def loss(params, rows, keys):
+    at = AT._replace(counts_BT=rows["counts"])
+    y_BTD, terms, stats = nnx.merge(graph, params)(rows["x"], at)
+    tokens = rows["counts"].sum().astype(jnp.float32)
+    square = mb.Ratio((y_BTD**2 * rows["counts"][..., None]).sum(), tokens)
+    assert terms is not None
+    assert stats is not None
+    return {"square": square, **terms}, stats
+
+  rows = {"x": jax.random.normal(jax.random.key(1), (8, T, D)), "counts": jnp.ones((8, T), bool)}
+  report = mb.check_split(loss, state, rows)
+  assert report.ok, str(report)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("keys", "sentence"),
+  [
+    (
+      {"num_experts_per_tok": 7},
+      "num_experts_per_tok=7 must be at most num_experts=6; for example",
+    ),
+    ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true: the weight"),
+    (
+      {"mlp_bias": "true"},
+      "mlp_bias=true: num_experts=6 experts have no biases; set mlp_bias=false",
+    ),
+    ({"n_routing_groups": 4}, "num_experts=6 must be a multiple of n_routing_groups=4, and groups"),
+    (
+      {"n_routing_groups": 3, "topk_routing_group": 4},
+      "topk_routing_group=4 must be at most n_routing_groups=3; for example topk_routing_group=3",
+    ),
+    (
+      {"n_routing_groups": 3, "num_experts_per_tok": 4},
+      "num_experts_per_tok=4 must be at most the 2 experts of topk_routing_group=1 of "
+      "n_routing_groups=3 groups; for example topk_routing_group=2",
+    ),
+  ],
+)
+def test_keys_that_contradict_each_other(keys, sentence):
+  with pytest.raises(UserError, match=re.escape(sentence)):
+    build_model(model_config(**EXPERTS | keys), T)
+
+
+def test_keys_of_experts_without_experts_are_refused():
+  with pytest.raises(UserError, match="num_experts_per_tok=3 has no effect with num_experts=1"):
+    without_effect(config(num_experts_per_tok=3))
