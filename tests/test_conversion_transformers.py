@@ -39,10 +39,17 @@ SIZES = {
 GPT2 = {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 68}
 
 
+EXPERTS = {
+  "mixtral": {"num_local_experts": 3},
+  "olmoe": {"num_experts": 3, "num_experts_per_tok": 2},
+  "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+}
+
+
 def random_model(model_type: str) -> Any:
   torch.manual_seed(0)
   sizes = GPT2 | {"bos_token_id": 1, "eos_token_id": 2} if model_type == "gpt2" else SIZES
-  config = transformers.AutoConfig.for_model(model_type, **sizes)
+  config = transformers.AutoConfig.for_model(model_type, **sizes | EXPERTS.get(model_type, {}))
   model = transformers.AutoModelForCausalLM.from_config(config)
   with torch.no_grad():
     for weight in model.parameters():

@@ -77,6 +77,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     },
   ),
   "olmo 2": ("olmo2", {}),
+  "mixtral": ("mixtral", {"num_local_experts": 5, "head_dim": 10, "sliding_window": 5}),
+  "olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 3, "attention_bias": True}),
+  "qwen 3 moe": (
+    "qwen3_moe",
+    {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+    | {"head_dim": 10, "norm_topk_prob": True},
+  ),
   "gpt2": ("gpt2", {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 32}),
 }
 """Every family, and every option of ours, of which transformers makes a random model."""
@@ -129,21 +136,40 @@ def random_model(config: Any) -> Any:
 def taken(pair: Pair, tensors: dict[str, np.ndarray]) -> Parameters:
   """Our parameters, of tensors by their names, through the family's table; all of them are used."""
   shapes = flat(pair.model.shapes())
-  layers, result = pair.config.model.base_num_decoder_layers, {}
+  result = {}
+  tensors = as_in_files(tensors, pair.family)
   given = {pair.family.table_name(name): tensor for name, tensor in tensors.items()}
   for tensor in pair.family.table(shapes):
-    ours = [shapes[path].shape[tensor.is_layered :] for path in tensor.parameters]
-    numbers = range(layers) if tensor.is_layered else range(1)
-    each = [given.pop(tensor.name.format(number)) for number in numbers]
+    stacked = shapes[tensor.parameters[0]].shape[: tensor.stacked_dims]
+    ours = [shapes[path].shape[tensor.stacked_dims :] for path in tensor.parameters]
+    each = [given.pop(name) for name, _ in tensor.names(stacked)]
     assert {theirs.shape for theirs in each} == {tensor.shape(ours)}
     parts = [tensor.ours(theirs, ours) for theirs in each]
     for theirs, split in zip(each, parts, strict=True):
       np.testing.assert_array_equal(tensor.theirs(split), theirs)
-    for path, stacked in zip(tensor.parameters, zip(*parts, strict=True), strict=True):
-      result[path] = np.stack(stacked) if tensor.is_layered else stacked[0]
+    for path, values in zip(tensor.parameters, zip(*parts, strict=True), strict=True):
+      result[path] = np.stack(values).reshape(shapes[path].shape)
   tied = {"lm_head.weight"} if pair.config.model.logits_via_embedding else set()
   assert set(given) - {None} <= tied
   return unflatten_dict(result, sep=".")
+
+
+def as_in_files(tensors: dict[str, np.ndarray], family: Family) -> dict[str, np.ndarray]:
+  """transformers has one array for the matrices of all experts, and files one for each."""
+  names = ("w1", "w3", "w2") if family.name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+  result = {}
+  for name, tensor in tensors.items():
+    if family.name == "mixtral":
+      name = name.replace(".mlp.", ".block_sparse_moe.")
+    prefix, is_expert, fused = name.partition(".experts.")
+    if not is_expert:
+      result[name] = tensor
+      continue
+    for expert, matrix in enumerate(tensor):
+      parts = np.split(matrix, 2) if fused == "gate_up_proj" else [matrix]
+      for part, own in zip(parts, names[:2] if len(parts) == 2 else names[2:], strict=True):
+        result[f"{prefix}.experts.{expert}.{own}.weight"] = part
+  return result
 
 
 def flat(tree: Parameters) -> dict[str, Any]:

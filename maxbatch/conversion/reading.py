@@ -28,7 +28,8 @@ from maxbatch.models.registry import Model, Parameters
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where a parameter of ours is in a tensor of theirs; shapes are those of one layer."""
+  """Where a parameter of ours is in a tensor of theirs; shapes are those of one layer, and of one
+  expert where there is a tensor for each."""
 
   tensor: Tensor
   number: int
@@ -160,14 +161,14 @@ class FolderReader:
 
   def read(self, path: tuple[str, ...], index: Index, dtype: np.dtype) -> np.ndarray:
     place = self._places[path]
-    if not place.tensor.is_layered:
-      theirs = self._tensors[self._names[place.tensor.name]]
-      return place.read(theirs, index).astype(dtype, copy=False)
-    layers, inside = index[0], index[1:]
-    result = np.empty([each.stop - each.start for each in index], dtype)
-    for layer in range(layers.start, layers.stop):
-      theirs = self._tensors[self._names[place.tensor.name.format(layer)]]
-      result[layer - layers.start] = place.read(theirs, inside)
+    stacked = place.tensor.stacked_dims
+    result = np.empty([_len(each) for each in index], dtype)
+    for name, at in place.tensor.names(self._shapes[path]):
+      inside = zip(at, index, strict=False)
+      if all(each.start <= number < each.stop for number, each in inside):
+        theirs = self._tensors[self._names[name]]
+        within = tuple(number - each.start for number, each in zip(at, index, strict=False))
+        result[within] = place.read(theirs, index[stacked:])
     return result
 
   def _check(self) -> None:
@@ -205,9 +206,8 @@ class FolderReader:
     """Yields every tensor that the parameters need, by the table's name, with its shape."""
     for path, place in self._places.items():
       shape = place.tensor.shape(place.shapes)
-      layers = self._shapes[path][0] if place.tensor.is_layered else 1
-      for layer in range(layers):
-        yield place.tensor.name.format(layer), (shape, place)
+      for name, _ in place.tensor.names(self._shapes[path]):
+        yield name, (shape, place)
 
 
 def _as_stored(
@@ -239,7 +239,8 @@ def _places(
   paths = {".".join(path): path for path in shapes}
   results: dict[tuple[str, ...], Place] = {}
   for tensor in family.table(paths):
-    inside = tuple(shapes[paths[name]] for name in tensor.parameters)
+    experts = max(tensor.stacked_dims - 1, 0)
+    inside = tuple(shapes[paths[name]][experts:] for name in tensor.parameters)
     for number, name in enumerate(tensor.parameters):
       results[paths[name]] = Place(tensor, number, inside)
   return results

@@ -89,18 +89,20 @@ class _Source:
     self.dtype = checkpoint[_leaf(next(iter(self._axes)))].dtype
 
   def specs(self, tensor: Tensor, dtype: np.dtype) -> Iterator[TensorSpec]:
-    """Yields what a row of the table becomes: one tensor, or one for each layer."""
-    shape = tensor.shape([self.shapes[path] for path in tensor.parameters])
-    layers = self._checkpoint[_leaf(tensor.parameters[0])].shape[0] if tensor.is_layered else 1
-    for layer in range(layers):
-      yield TensorSpec(tensor.name.format(layer), shape, dtype)
+    """Yields what a row of the table becomes: one tensor, or one for each layer, or each expert."""
+    experts = max(tensor.stacked_dims - 1, 0)
+    shape = tensor.shape([self.shapes[path][experts:] for path in tensor.parameters])
+    for name, _ in tensor.names(self._checkpoint[_leaf(tensor.parameters[0])].shape):
+      yield TensorSpec(name, shape, dtype)
 
   def values(self, table: tuple[Tensor, ...], dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yields their tensors in the order of the table, layer after layer."""
+    """Yields their tensors in the order of the table, layer after layer, expert after expert."""
     for tensor in table:
       parts = [self._layers(path, stacked=tensor.is_layered) for path in tensor.parameters]
       for ours in zip(*parts, strict=True):
-        yield np.ascontiguousarray(tensor.theirs(ours), dtype)
+        each = zip(*ours, strict=True) if tensor.stacked_dims > 1 else [ours]
+        for one in each:
+          yield np.ascontiguousarray(tensor.theirs(one), dtype)
 
   def _layers(self, path: str, *, stacked: bool) -> Iterator[np.ndarray]:
     """Yields a parameter layer by layer, or all of it."""

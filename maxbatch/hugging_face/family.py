@@ -8,6 +8,7 @@ are stacked along a leading dim, of which a tensor of theirs holds one layer: sh
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,7 +33,7 @@ class Tensor:
   """One of their tensors, and the parameters that it holds."""
 
   name: str
-  """Theirs; `{}` stands for the number of the layer."""
+  """Theirs; `{}` stands for the number of the layer, a second one for that of the expert."""
   parameters: tuple[str, ...]
   """Paths of ours; several lie side by side along the outputs, as GPT-2's fused projections do."""
   in_dims: int
@@ -44,6 +45,16 @@ class Tensor:
   def is_layered(self) -> bool:
     """Whether there is one for each layer."""
     return "{}" in self.name
+
+  @property
+  def stacked_dims(self) -> int:
+    """How many dims of ours come before those of one tensor of theirs: of layers, and of experts."""
+    return self.name.count("{}")
+
+  def names(self, sizes: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns every tensor's name, and where it lies in the stacked dims, which are `sizes`."""
+    places = itertools.product(*(range(size) for size in sizes[: self.stacked_dims]))
+    return [(self.name.format(*place), place) for place in places]
 
   def shape(self, shapes: Sequence[Shape]) -> Shape:
     """Returns the shape of their tensor, where those of our parameters are `shapes`."""

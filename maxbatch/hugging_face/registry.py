@@ -11,6 +11,7 @@ from maxbatch.errors import UserError
 from maxbatch.hugging_face.families.gemma import GEMMA2, GEMMA3
 from maxbatch.hugging_face.families.gpt2 import GPT2
 from maxbatch.hugging_face.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from maxbatch.hugging_face.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from maxbatch.hugging_face.family import Family, Ours
 from maxbatch.hugging_face.model_keys import read_config_json
 
@@ -23,6 +24,9 @@ FAMILIES: tuple[Family, ...] = (
   GEMMA3,
   OLMO2,
   GPT2,
+  MIXTRAL,
+  OLMOE,
+  QWEN3_MOE,
 )
 """A model of ours is written as the first that can say all of it."""
 

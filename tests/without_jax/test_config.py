@@ -72,7 +72,11 @@ def parameters(config: schema.Config) -> int:
   norms = 2 * model.use_pre_norm + model.use_post_attn_norm + model.use_post_ffw_norm
   layer = width * qkv_width + heads * model.head_dim * width + norms * norm
   layer += model.attention_qkv_bias * qkv_width + model.attention_out_bias * width
-  layer += width * model.base_mlp_dim * (2 if model.mlp_activation == "gelu" else 3)
+  of_mlp = width * model.base_mlp_dim * (2 if model.mlp_activation == "gelu" else 3)
+  if model.num_experts > 1:
+    expert = model.base_mlp_dim if model.base_moe_mlp_dim == -1 else model.base_moe_mlp_dim
+    of_mlp = model.num_experts * (3 * width * expert + width)  # With the column of its router.
+  layer += of_mlp
   layer += model.mlp_bias * (model.base_mlp_dim + width)
   normed_heads = heads + kv_heads if model.qk_norm_across_heads else 2
   layer += model.use_qk_norm * normed_heads * model.head_dim

@@ -1,0 +1,121 @@
+"""Mixtures of experts: Mixtral, OLMoE and Qwen 3's. Files have a tensor for each matrix of each expert."""
+
+from typing import Any
+
+from maxbatch.hugging_face.families.llama import (
+  ACTIVATION,
+  DEFAULTS,
+  NOT_PARAMETERS,
+  OUTSIDE,
+  PRE_NORMS,
+  PROJECTIONS,
+  QK_NORMS,
+  SAME,
+  WINDOW,
+)
+from maxbatch.hugging_face.family import BIASES, HEADS, ROPE, Family, Ours, Part, Tensor, linear
+from maxbatch.hugging_face.model_keys import ConfigJson
+
+_ATTENTION = tuple(each for each in PROJECTIONS if ".mlp." not in each.name)
+_SAME = {name: key for name, key in SAME.items() if name != "intermediate_size"} | {
+  "num_experts_per_tok": "num_experts_per_tok"
+}
+_HARMLESS = frozenset({"router_aux_loss_coef", "output_router_logits"})
+"""Of the training of the router, which keys of a run say."""
+
+
+def _experts(prefix: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
+  name = f"model.layers.{{}}.{prefix}.experts.{{}}."
+  return (
+    linear(f"model.layers.{{}}.{prefix}.gate.weight", "layers.mlp.router.kernel"),
+    linear(f"{name}{gate}.weight", "layers.mlp.experts.gate.kernel"),
+    linear(f"{name}{up}.weight", "layers.mlp.experts.up.kernel"),
+    linear(f"{name}{down}.weight", "layers.mlp.experts.down.kernel"),
+  )
+
+
+def _number(theirs: ConfigJson) -> dict[str, Any]:
+  """Reads num_experts, as files name it, or num_local_experts, as transformers 5 may write it."""
+  keys = "num_local_experts", "num_experts"
+  given = next((key for key in keys if theirs[key] is not None), keys[-1])
+  return {"num_experts": theirs.integer(given, least=2, most=4096)}
+
+
+def _width(ours: Ours) -> int:
+  width = ours["base_moe_mlp_dim"]
+  return ours["base_mlp_dim"] if width == -1 else width
+
+
+_NUMBER = Part(_number, lambda ours: {"num_experts": ours["num_experts"]})
+_LOCAL_NUMBER = Part(_number, lambda ours: {"num_local_experts": ours["num_experts"]})
+_WIDTH = Part(
+  lambda theirs: {"base_mlp_dim": theirs["intermediate_size"]},
+  lambda ours: {"intermediate_size": _width(ours)},
+)
+_OWN_WIDTH = Part(
+  lambda theirs: {
+    "base_mlp_dim": theirs["intermediate_size"],
+    "base_moe_mlp_dim": theirs["moe_intermediate_size"],
+  },
+  lambda ours: {"intermediate_size": ours["base_mlp_dim"], "moe_intermediate_size": _width(ours)},
+)
+_BY_MLP = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+
+MIXTRAL = Family(
+  model_types=("mixtral",),
+  architectures=("MixtralForCausalLM",),
+  same=_SAME,
+  choices=ACTIVATION,
+  fixed={"attention_dropout": 0.0, "router_jitter_noise": 0.0},
+  parts=(HEADS, ROPE, WINDOW, _LOCAL_NUMBER, _WIDTH),
+  harmless=_HARMLESS,
+  defaults={
+    **{key: value for key, value in DEFAULTS.items() if key != "attention_bias"},
+    **{"max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "rope_theta": 1e6},
+    **{"rms_norm_eps": 1e-5, "intermediate_size": 14336, "num_experts_per_tok": 2},
+    "num_local_experts": 8,
+  },
+  tensors=(*OUTSIDE, *PRE_NORMS, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+  not_parameters=NOT_PARAMETERS,
+)
+
+OLMOE = Family(
+  model_types=("olmoe",),
+  architectures=("OlmoeForCausalLM",),
+  same={**_SAME, "norm_topk_prob": "norm_topk_prob"},
+  constants={"use_qk_norm": True, "qk_norm_across_heads": True},
+  choices=ACTIVATION,
+  fixed={"attention_dropout": 0.0, "clip_qkv": None},
+  parts=(HEADS, ROPE, BIASES, _NUMBER, _WIDTH),
+  harmless=_HARMLESS,
+  defaults={
+    **DEFAULTS,
+    **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "intermediate_size": 2048},
+    **{"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+  },
+  tensors=(*OUTSIDE, *PRE_NORMS, *_ATTENTION, *QK_NORMS, *_BY_MLP),
+  not_parameters=NOT_PARAMETERS,
+)
+
+QWEN3_MOE = Family(
+  model_types=("qwen3_moe",),
+  architectures=("Qwen3MoeForCausalLM",),
+  same={**_SAME, "norm_topk_prob": "norm_topk_prob"},
+  constants={"use_qk_norm": True},
+  choices=ACTIVATION,
+  fixed={
+    **{"attention_dropout": 0.0, "use_sliding_window": False},
+    **{"decoder_sparse_step": 1, "mlp_only_layers": []},
+  },
+  parts=(HEADS, ROPE, BIASES, _NUMBER, _OWN_WIDTH),
+  # Without use_sliding_window there is no window.
+  harmless=_HARMLESS | {"sliding_window", "max_window_layers"},
+  defaults={
+    **DEFAULTS,
+    **{"max_position_embeddings": 32768, "num_key_value_heads": 4, "norm_topk_prob": False},
+    **{"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts_per_tok": 8},
+    "num_experts": 128,
+  },
+  tensors=(*OUTSIDE, *PRE_NORMS, *_ATTENTION, *QK_NORMS, *_BY_MLP),
+  not_parameters=NOT_PARAMETERS,
+)
