@@ -94,7 +94,7 @@ def assert_same(found: tuple[Parameters, StepMetrics], balance: str) -> None:
   assert metrics.grad_norm == pytest.approx(whole_metrics.grad_norm, rel=1e-6)
 
 
-def counts_of(load_E: np.ndarray) -> np.ndarray:
+def counts_of(load_E: Any) -> np.ndarray:
   """The tokens that a load was divided from."""
   tokens = np.count_nonzero(uneven_rows(ROWS, T).weights)
   counts = np.asarray(load_E) * tokens * K / E

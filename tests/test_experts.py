@@ -11,8 +11,10 @@ from support import config, model_config, uneven_rows
 
 import maxbatch as mb
 from maxbatch.compile.traced_flops import model_flops_per_token, step_flops
-from maxbatch.config.load import without_effect
+from maxbatch.config.experts import idle_parameters
+from maxbatch.config.load import load_config, without_effect
 from maxbatch.errors import UserError
+from maxbatch.estimate.step_work import step_work
 from maxbatch.models.attention import AttentionContext
 from maxbatch.models.experts import BALANCE, TOKENS, Experts, route
 from maxbatch.models.grouped import block_size, num_slots, slots_of
@@ -138,6 +140,25 @@ def test_active_and_total_parameters():
   assert more == 6 * layers * ((K - 1) * matrices + D * E)
   sizes = [sum(x.size for x in jax.tree.leaves(model.shapes())) for model in (dense, mixture)]
   assert sizes[1] - sizes[0] == layers * ((E - 1) * matrices + D * E)
+
+
+@pytest.mark.parametrize(
+  ("name", "total", "active"),
+  [
+    ("mixtral-8x7b", 46.70e9, 12.88e9),
+    ("olmoe-1b-7b", 6.92e9, 1.28e9),
+    ("qwen3-30b-a3b", 30.53e9, 3.35e9),
+  ],
+)
+def test_estimates_count_what_publishers_say(name, total, active):
+  work = step_work(load_config(["config=base", f"model_name={name}"]))
+  idle = work.model.base_num_decoder_layers * idle_parameters(work.model)
+  assert work.parameters == pytest.approx(total, rel=1e-3)
+  assert work.parameters - idle == pytest.approx(active, rel=3e-3)
+  tables = work.table_parameters  # The embedding is looked up.
+  attention = 12 * work.model.base_num_query_heads * work.model.head_dim * work.length / 2
+  rest = work.model_flops_per_token - 6 * (work.parameters - idle - tables)
+  assert rest == pytest.approx(attention * work.model.base_num_decoder_layers, rel=1e-3)
 
 
 # --- what is counted ------------------------------------------------------------------------------

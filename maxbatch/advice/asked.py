@@ -7,6 +7,7 @@ from fractions import Fraction
 from maxbatch.batch.from_config import given_sizes
 from maxbatch.batch_rules.published import expected_loss
 from maxbatch.batch_rules.rule import Training
+from maxbatch.config.experts import idle_parameters
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
@@ -164,7 +165,8 @@ def ask(
     UserError: how much is trained on is not said.
   """
   work, run = step_work(config), config.run
-  tokens, parameters = float(run.total_tokens), float(work.parameters)
+  idle = work.model.base_num_decoder_layers * idle_parameters(work.model)
+  tokens, parameters = float(run.total_tokens), float(work.parameters - idle)
   if tokens == -1:
     if run.total_samples == -1:
       raise UserError(

@@ -57,9 +57,10 @@ def _answer(advice: Advice, planned: Planned) -> Iterator[str]:
     f"{short(advice.batch_tokens)} tokens{grown}"
   )
   training = asked.training
+  active = " active" if asked.config.model.num_experts > 1 else ""
   where = f", on {asked.place}" if asked.place else ""
   yield from wrapped(
-    f"{asked.config.model.model_name}, {short(training.parameters)} parameters, "
+    f"{asked.config.model.model_name}, {short(training.parameters)}{active} parameters, "
     f"{short(asked.tokens)} tokens ({short(training.tokens_per_parameter)} a parameter){where}"
   )
   if planned.step_seconds:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
+from maxbatch.config.experts import hidden_width
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.compiled_steps import CompiledStep, compiled_step
@@ -119,7 +120,7 @@ def memory_work(
     c.base_num_query_heads * c.head_dim / ways,
     c.base_num_kv_heads * c.head_dim / ways,
   )
-  hidden = c.base_mlp_dim / ways * (1 if c.mlp_activation == "gelu" else 2)
+  hidden = hidden_width(c) / ways * (1 if c.mlp_activation == "gelu" else 2)
   shards = weight_shards(work, mesh)
   tiles, logits = work.tiles(M, ways), M * c.vocab_size / ways
   kept = logits * size if tiles > 1 and work.keeps_gradients(M) else 0

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
+from maxbatch.config.experts import hidden_width, idle_parameters
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
@@ -53,20 +54,22 @@ class StepWork:
 
   @property
   def layer_matrix(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
-    """The matrices of one layer by part, each (in, out)."""
+    """The matrices of a layer that a token meets by part, each (in, out), its experts' side by side."""
     c = self.model
-    D, F, H = c.base_emb_dim, c.base_mlp_dim, c.head_dim
+    D, F, H = c.base_emb_dim, hidden_width(c), c.head_dim
     N, K = c.base_num_query_heads * H, c.base_num_kv_heads * H
     up = 1 if c.mlp_activation == "gelu" else 2
+    router = ((D, c.num_experts),) if c.num_experts > 1 else ()
     return {
       "attention": ((D, N), (D, K), (D, K), (N, D)),
-      "mlp": (*((D, F),) * up, (F, D)),
+      "mlp": (*router, *((D, F),) * up, (F, D)),
     }
 
   @property
   def layer_parameters(self) -> int:
     """Parameters of the matrices of one layer."""
-    return sum(math.prod(one) for part in self.layer_matrix.values() for one in part)
+    met = sum(math.prod(one) for part in self.layer_matrix.values() for one in part)
+    return met + idle_parameters(self.model)
 
   @property
   def table_parameters(self) -> int:
@@ -97,7 +100,8 @@ class StepWork:
     """FLOPs as utilisations count them: forward and backward, nothing computed twice, the causal
     half."""
     c = self.model
-    matrices = c.base_num_decoder_layers * self.layer_parameters + self.table_parameters
+    met = self.layer_parameters - idle_parameters(c)
+    matrices = c.base_num_decoder_layers * met + self.table_parameters
     heads = c.base_num_query_heads * c.head_dim
     seen = sum(n * tokens_seen(window, self.length) for window, n in self.windows.items())
     return 6.0 * matrices + 12.0 * heads * seen
@@ -200,7 +204,7 @@ def hidden_residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> floa
   if remat == "full":
     return 0.0
   copies = (1, 4) if work.model.mlp_activation == "gelu" else (2, 5)
-  return copies[remat == "none"] * work.model.base_mlp_dim / ways * work.compute_bytes
+  return copies[remat == "none"] * hidden_width(work.model) / ways * work.compute_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +316,7 @@ class _LayersWork:
 
   @property
   def _hidden(self) -> float:
-    return self.work.model.base_mlp_dim / self.ways
+    return hidden_width(self.work.model) / self.ways
 
   @property
   def _fill(self) -> float:
@@ -333,7 +337,9 @@ class _LayersWork:
     work, L = self.work, self.work.model.base_num_decoder_layers
     shapes = list(zip(_passes(work, part, self.remat), work.layer_matrix[part], strict=True))
     padded = sum(t * _padded(a, self.chip) * _padded(b, self.chip) for t, (a, b) in shapes)
-    read = sum(times * a * b for times, (a, b) in shapes) * work.compute_bytes
+    # Of the experts some token meets each.
+    idle = 3 * idle_parameters(work.model) if part == "mlp" else 0
+    read = (sum(times * a * b for times, (a, b) in shapes) + idle) * work.compute_bytes
     multiplied = beside.products + L * 2 * self.tokens * padded / self.ways
     return dataclasses.replace(beside, products=multiplied, weights=L * read / self.ways)
 

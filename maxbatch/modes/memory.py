@@ -11,6 +11,7 @@ import numpy as np
 
 from maxbatch.batch.from_config import is_rl
 from maxbatch.compile.program import capacity_bytes, gib
+from maxbatch.config.experts import hidden_width
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import text
 from maxbatch.core.plan import BatchPlan
@@ -102,7 +103,7 @@ def _offer(config: Config, plan: BatchPlan, total: int, capacity: float) -> str:
 def _check_batch(config: Config, plan: BatchPlan, free: float, capacity: float) -> None:
   """Checks the rows of a dispatch, and what one layer of one microbatch reads and writes."""
   model = config.model
-  widest = max(model.base_emb_dim, model.base_mlp_dim, model.base_num_query_heads * model.head_dim)
+  widest = max(model.base_emb_dim, hidden_width(model), model.base_num_query_heads * model.head_dim)
   width = widest * compute_format(config.precision).bytes / plan.topology.shape["tensor"]
   chunks = plan.topology.shape["stage"]
   sizes = [

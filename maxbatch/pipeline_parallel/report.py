@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from maxbatch.command_line.screen import Table, section
+from maxbatch.config.experts import hidden_width
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan
@@ -237,7 +238,7 @@ def _imbalance(model: ModelConfig, pipeline: Pipeline) -> str:
 def _layer_weights(model: ModelConfig) -> int:
   heads = 2 * model.base_num_query_heads + 2 * model.base_num_kv_heads
   matrices = 2 if model.mlp_activation == "gelu" else 3
-  return model.base_emb_dim * (heads * model.head_dim + matrices * model.base_mlp_dim)
+  return model.base_emb_dim * (heads * model.head_dim + matrices * hidden_width(model))
 
 
 def _mib(size: int) -> str:
