@@ -13,7 +13,7 @@ from support import collectives, program_text
 
 from maxbatch.core.accumulate import accumulate, divisor, objective, sum_denominators
 from maxbatch.core.terms import Max, Ratio, Sum, Terms
-from maxbatch.core.train_step import init_state, step_optimizer, train_step
+from maxbatch.core.train_step import init_state, mean_gradient, step_optimizer, train_step
 
 N, D = 48, 6
 
@@ -218,6 +218,8 @@ def test_streamed_steps_equal_fused_ones():
         state, result = function(state, micro, np.int32(1), keys[at : at + 1], of_step)
         assert bool(result.is_last) == (at == k - 1)
     assert result is not None
+    # Divided, and not yet clipped.
+    np.testing.assert_allclose(optax.tree.norm(mean_gradient(result)), result.grad_norm, rtol=1e-6)
     steps[streamed] = jax.device_get((state.params, result.loss, result.grad_norm))
   assert_close(steps[True], steps[False], 2e-6)
   assert steps[False][2] > 0.5
@@ -248,3 +250,4 @@ def test_a_step_of_padding_alone_changes_nothing():
   )
   jax.tree.map(np.testing.assert_array_equal, state.params, parameters())
   assert result.loss == 0.0
+  assert optax.tree.norm(mean_gradient(result)) == 0

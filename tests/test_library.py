@@ -81,6 +81,8 @@ def test_the_gradient_is_that_of_the_whole_batch(name, devices):
   value, gradient = jax.jit(jax.value_and_grad(mean))(names["params"])
   assert relative_error(*jax.device_get((names["mean"], gradient))) < 1e-6
   np.testing.assert_allclose(mb.objective(names["found"].terms), value, rtol=1e-6)
+  # Replicas share the rows: each of them is counted once.
+  np.testing.assert_allclose(mb.divisor(names["found"].terms), rows["weights"].sum(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("devices", [1, 8])

@@ -97,6 +97,7 @@ def brevity(prompts, completions, *, keys, **columns):
 
 
 clashing = declaring(steps=(int, key(1, FIXED)))
+reserved = declaring(derived=(int, key(1, FIXED)))
 section = declaring(model=(int, key(1, FIXED)))
 other_gain = declaring(embedding_gain=(int, key(1, FIXED)))
 wrong_default = declaring(depth=(Annotated[int, Range(low=1)], key(0, FIXED)))
@@ -210,6 +211,10 @@ DECLARATIONS = {
   "opt_type=own_plugins:clashing": (
     "opt_type=own_plugins:clashing declares the key steps, which maxbatch already has; rename "
     "it, for example clashing_steps"
+  ),
+  "opt_type=own_plugins:reserved": (
+    "opt_type=own_plugins:reserved declares the key derived, which maxbatch already has; rename "
+    "it, for example reserved_derived"
   ),
   "opt_type=own_plugins:section": (
     "opt_type=own_plugins:section declares the key model, which maxbatch already has; rename "
