@@ -14,4 +14,4 @@ def use_first_devices(patch: pytest.MonkeyPatch, count: int) -> None:
   def find(config: Config) -> Target:
     return Target(jax.devices()[:count], topology(config.mesh, count))
 
-  patch.setattr("maxbatch.modes.run.find_devices", find)
+  patch.setattr("maxbatch.modes.start.find_devices", find)
