@@ -3,7 +3,9 @@
 A stand-in for Python records how the scripts call it, so that no network is needed.
 """
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -241,6 +243,32 @@ def test_every_python_that_is_named_is_tested():
   named = [one.rpartition(" ")[2] for one in project["classifiers"] if ":: 3." in one]
   jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
   assert jobs["quick"]["strategy"]["matrix"]["python"] == named
+
+
+@pytest.mark.parametrize("name", ["tests", "nightly"])
+def test_workflows_run_what_is_there(name):
+  """Actions are pinned to a version; scripts, extras and pinned files exist."""
+  workflow = yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+  extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+  # YAML 1.1 reads the key `on` as true.
+  assert {"name", True, "permissions", "jobs"} <= workflow.keys()
+  for job in workflow["jobs"].values():
+    assert job["runs-on"] == "ubuntu-latest"
+    assert job["steps"][0]["uses"].startswith("actions/checkout@v")
+    for step in job["steps"]:
+      assert ("uses" in step) != ("run" in step)
+      assert re.fullmatch(r"actions/[a-z-]+@v\d+", step.get("uses", "actions/none@v1"))
+      commands = step.get("run", "")
+      assert set(re.findall(r"\.\[(\w+)\]", commands)) <= extras.keys()
+      assert all((ROOT / file).is_file() for file in re.findall(r"-c (\S+)", commands))
+      for file in re.findall(r"(?:^|\s)((?:scripts|\.ci)/\S+)", commands):
+        assert os.access(ROOT / file, os.X_OK)
+  named = re.findall(r"matrix\.(\w+)", json.dumps(workflow))
+  matrices = [job.get("strategy", {}).get("matrix", {}) for job in workflow["jobs"].values()]
+  known = {key for one in matrices for key in one} | {
+    key for one in matrices for row in one.get("include", []) for key in row
+  }
+  assert set(named) <= known
 
 
 def test_every_installed_package_is_pinned():
