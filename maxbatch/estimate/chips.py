@@ -48,6 +48,9 @@ class Chip:
   """Shares of the peak that a GPU's attention kernels reach, by pass and width of a head."""
   product_share: float = 1.0
   """That which large products reach, where the compiler has no table of them."""
+  sustained: float = 1.0
+  """The part of the rates in the compiler's table that products keep in training, where power limits the
+  clocks and collectives take multiprocessors from them."""
   network_share: float = 1.0
   """That of the network which NCCL reaches."""
   launch: float = 0.0
@@ -184,6 +187,7 @@ def _gpu(generation: str, known: Mapping[str, Any]) -> Chip:
     domain=known["gpus_per_domain"],
     attention=known["attention"],
     product_share=known["product_share"],
+    sustained=known["sustained"],
     network_share=_NETWORK_SHARE,
     launch=_LAUNCH,
   )

@@ -243,7 +243,8 @@ def _busy_seconds(cost: OperationCost, chip: Chip) -> float:
   seconds = cost.cycles / chip.clock
   # A compiler that no longer charges too much would be faster than the peak if corrected.
   right = seconds / cost.overcharge
-  return max(right if right * chip.peak_flops >= cost.flops else seconds, chip.launch)
+  seconds = right if right * chip.peak_flops >= cost.flops else seconds
+  return max(seconds / (chip.sustained if cost.flops else 1.0), chip.launch)
 
 
 def _product_seconds(cost: OperationCost, chip: Chip) -> float:
