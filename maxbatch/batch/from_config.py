@@ -274,16 +274,11 @@ def keep_batch(
     ) from None
   if is_open or any(divisions):
     return kept
-  per_device = _near(Fraction(saved["per_device_batch_size"]), batch, topology)
-  return dataclasses.replace(kept, per_device_batch_size=per_device)
-
-
-def _near(per_device: Fraction, batch: int, topology: Topology) -> Fraction:
-  """Returns the size of a device's microbatch, or the largest smaller one that divides the
-  batch."""
   devices, groups = topology.num_devices, topology.num_batch_groups
-  rows = max(1, math.floor(per_device * devices / groups))
-  return Fraction(fitting_micro_batch(rows * groups, batch, topology), devices)
+  rows = max(1, math.floor(Fraction(saved["per_device_batch_size"]) * devices / groups))
+  # The size of a device's microbatch, or the largest smaller one that divides the batch.
+  per_device = Fraction(fitting_micro_batch(rows * groups, batch, topology), devices)
+  return dataclasses.replace(kept, per_device_batch_size=per_device)
 
 
 def resumed_plan(

@@ -155,7 +155,13 @@ class StepTable:
 
   def __init__(self, steps: Sequence[StepRows], micro_batch: int):
     self.micro_batch = micro_batch
-    self._runs = steps.runs if isinstance(steps, Steps) else [_run_of_one(step) for step in steps]
+    self._runs = (
+      steps.runs
+      if isinstance(steps, Steps)
+      else [
+        (range(step.first_sample, step.first_sample + 1), step.num_microbatches) for step in steps
+      ]
+    )
     self.first_samples = JoinedRanges(firsts for firsts, _ in self._runs)
     self.end = 0
     for number, (firsts, num_microbatches) in enumerate(self._runs):
@@ -209,7 +215,3 @@ class StepTable:
       for size in (num_microbatches * self.micro_batch,)
     )
     return JoinedRanges([*load_ranges(runs, factor), range(self.end, self.end + 1)])
-
-
-def _run_of_one(step: StepRows) -> tuple[range, int]:
-  return range(step.first_sample, step.first_sample + 1), step.num_microbatches

@@ -262,7 +262,9 @@ class _Fused:
   def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and values, layer after layer: A (R, inputs) and B (outputs, R)."""
     stored = {name: [self._whole(name, each) for each in ADAPTER] for name in self._adapted}
-    outputs = {name: self._outputs(name) for name in self._parts}
+    kernels = {name: f"{PARAMETERS}{name.replace('.', '/')}/kernel" for name in self._parts}
+    first = self.tensor.in_dims + self.tensor.is_layered
+    outputs = {n: math.prod(self._checkpoint[kernels[n]].shape[first:]) for n in kernels}
     layers = len(stored[self._adapted[0]][0]) if self.tensor.is_layered else 1
     for layer in range(layers):
       rows, columns = [], []
@@ -281,10 +283,6 @@ class _Fused:
 
   def _whole(self, name: str, part: str) -> np.ndarray:
     return self._checkpoint.whole(f"{PARAMETERS}{name.replace('.', '/')}/{part}")
-
-  def _outputs(self, name: str) -> int:
-    shape = self._checkpoint[f"{PARAMETERS}{name.replace('.', '/')}/kernel"].shape
-    return math.prod(shape[self.tensor.in_dims + self.tensor.is_layered :])
 
 
 def _adapter_config(config: Config, fused: list[_Fused]) -> dict[str, Any]:

@@ -138,7 +138,13 @@ class _Check:
     self._probe, self._devices = probe, devices
     whole = probe.sums(probe.every_row)
     self._terms, self._whole = list(whole.terms), results(whole)
-    self._parametric = _depend_on_parameters(probe, whole)
+    # The terms whose denominator is another one for other parameters.
+    other = probe.sums(probe.every_row, perturbed(probe.params, 0.01)).terms
+    self._parametric = [
+      name
+      for name, term in whole.terms.items()
+      if not np.array_equal(term.denominator, other[name].denominator)
+    ]
     if not all(np.isfinite(g).all() for g in self._whole.gradients):
       raise ValueError("the gradient of the batch in one piece is not finite")
     splits = _splits(probe)
@@ -230,16 +236,6 @@ def _splits(probe: Probe) -> dict[str, Accumulated]:
     SINGLES: microbatches(*singles),
   }
   return {name: probe.sums(split) for name, split in splits.items()}
-
-
-def _depend_on_parameters(probe: Probe, whole: Accumulated) -> list[str]:
-  """Returns the terms whose denominator is another one for other parameters."""
-  other = probe.sums(probe.every_row, perturbed(probe.params, 0.01))
-  return [
-    name
-    for name, term in whole.terms.items()
-    if not np.array_equal(term.denominator, other.terms[name].denominator)
-  ]
 
 
 def _term(name: str) -> str:

@@ -70,11 +70,8 @@ def _working_starts(
   if increment <= 0 or increment % unit or target - increment < unit:
     return [(unit, target - unit)]
   most = (target - unit) // increment
-  counts = {max(1, min(most, count)) for count in _around((target - start) / increment)}
+  exact = (target - start) / increment
+  counts = {max(1, min(most, count)) for count in (math.floor(exact), math.ceil(exact))}
   fitting = [count for count in counts if count <= _MOST_INCREMENTS]
   starts = sorted(target - count * increment for count in fitting)
   return [(size, increment) for size in starts] or [(unit, target - unit)]
-
-
-def _around(value: Fraction) -> tuple[int, int]:
-  return math.floor(value), math.ceil(value)

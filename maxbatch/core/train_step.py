@@ -201,11 +201,13 @@ def train_step(
         found.gradients, opt_state, state.params, divisor(sums.terms), **extra
       )
       params = apply_updates(state.params, updates)
-    carried = None if state.sums is None else _emptied(sums, is_last)
+    carried = state.sums
+    if carried is not None:
+      carried = jax.tree.map(lambda x, zero: jnp.where(is_last, zero, x), sums, zeros_of(sums))
     result = StepResult(
       sums=sums,
       loss=objective(sums.terms),
-      grad_norm=_divide_state(opt_state).grad_norm,
+      grad_norm=optax.tree.get(opt_state, "grad_norm"),
       gradients=gradients,
       updates=updates,
       is_last=is_last,
@@ -229,16 +231,6 @@ def _lent(opt_state: optax.MultiStepsState) -> tuple[Any, optax.MultiStepsState]
   zeros = jax.tree.map(jnp.zeros_like, opt_state.acc_grads)
   emptied = opt_state._replace(mini_step=jnp.zeros((), jnp.int32), acc_grads=zeros)
   return opt_state.acc_grads, emptied
-
-
-def _emptied(sums: Sums, is_last: jax.Array) -> Sums:
-  zeros = zeros_of(sums)
-  return jax.tree.map(lambda x, zero: jnp.where(is_last, zero, x), sums, zeros)
-
-
-def _divide_state(opt_state: optax.MultiStepsState) -> DivideState:
-  states = jax.tree.leaves(opt_state, is_leaf=lambda leaf: isinstance(leaf, DivideState))
-  return next(leaf for leaf in states if isinstance(leaf, DivideState))
 
 
 def init_state(

@@ -86,7 +86,15 @@ class CriticalBatchReport:
 
   def __str__(self) -> str:
     rows = [(*_plan_cells(one.measured), *_result_cells(one)) for one in self.judged]
-    twice = [_twice(self.tradeoff)] if self.tradeoff else []
+    twice = []
+    if self.tradeoff:
+      result = self.tradeoff.critical_batch
+      twice = [
+        f"To one loss, a batch of {result.value:,.0f} samples (95% {result.low:,.0f}–"
+        f"{result.high:,.0f}) takes twice the data of small ones from here, by the curve of "
+        "McCandlish et al. (2018), off which the branches lie by "
+        f"{self.tradeoff.misfit:.0%}: that is what the noise scale estimates."
+      ]
     table = Table((*_HEADINGS, *_RESULTS), rows)
     return "\n".join([*table.lines(), "", *self.sentences(), *twice])
 
@@ -154,16 +162,6 @@ def _excess(one: Judged) -> str:
     return "diverges"
   assert one.best_smaller is not None
   return f"ends {one.difference:.3g} nats per token above {one.best_smaller.name}"
-
-
-def _twice(curve: Tradeoff) -> str:
-  """Returns the batch that takes twice the data, which the noise scale estimates."""
-  result = curve.critical_batch
-  return (
-    f"To one loss, a batch of {result.value:,.0f} samples (95% {result.low:,.0f}–{result.high:,.0f}) takes "
-    f"twice the data of small ones from here, by the curve of McCandlish et al. (2018), off which the "
-    f"branches lie by {curve.misfit:.0%}: that is what the noise scale estimates."
-  )
 
 
 def _contradiction(report: CriticalBatchReport) -> list[str]:

@@ -89,14 +89,9 @@ def for_each_row(parameter: jax.Array, probe_BS: jax.Array, axes: LogicalAxes) -
   return constrain(copies, ("batch", *used))
 
 
-def _for_each_row_backward(axes, probe_BS, gradients):
-  squares_BS = row_squares(gradients, axes, probe_BS.shape[1])
-  return gradients.sum(0), squares_BS
-
-
 for_each_row.defvjp(
   lambda parameter, probe_BS, axes: (for_each_row(parameter, probe_BS, axes), probe_BS),
-  _for_each_row_backward,
+  lambda axes, probe_BS, d: (d.sum(0), row_squares(d, axes, probe_BS.shape[1])),
 )
 
 
@@ -240,16 +235,17 @@ def row_squares(gradients: jax.Array, axes: LogicalAxes, shards: int) -> jax.Arr
   """Sums the squares of each row's gradient (B, …), kept apart where tensor divides it: (B, S)."""
   squared, rows = jnp.square(gradients.astype(jnp.float32)), gradients.shape[0]
   at = next(
-    (at for at, axis in enumerate(axes, 1) if _is_divided(axis, squared.shape[at], shards)), 0
+    (
+      at
+      for at, axis in enumerate(axes, 1)
+      if shards > 1 and "tensor" in LOGICAL_AXIS_RULES[axis] and squared.shape[at] % shards == 0
+    ),
+    0,
   )
   if at == 0:
     return _first_shard(squared.reshape(rows, -1).sum(1), shards)
   before, after = math.prod(squared.shape[1:at]), math.prod(squared.shape[at + 1 :])
   return squared.reshape(rows, before, shards, -1, after).sum((1, 3, 4))
-
-
-def _is_divided(axis: str | None, size: int, shards: int) -> bool:
-  return shards > 1 and "tensor" in LOGICAL_AXIS_RULES[axis] and size % shards == 0
 
 
 def _first_shard(squares_B: jax.Array, shards: int) -> jax.Array:

@@ -152,17 +152,14 @@ def find_initialization(config: CheckpointConfig, folder: RunFolder) -> Initiali
   chosen = Path(broadcast_one_to_all(result))
   with sync_errors():
     source = open_source(key, chosen)
-    if key == _FULL and not _has_state(source):
+    has_state = isinstance(source, CheckpointSource) and any(
+      not name.startswith("params/") for name in source.record["leaves"]
+    )
+    if key == _FULL and not has_state:
       raise UserError(
         f'{key}={given} holds parameters alone; begin with these: {_PARAMETERS}={given} {key}=""'
       )
   return Initialization(source, full=key == _FULL)
-
-
-def _has_state(source: Source) -> bool:
-  return isinstance(source, CheckpointSource) and any(
-    not name.startswith("params/") for name in source.record["leaves"]
-  )
 
 
 def resumed_state(config: Config, trainer: Trainer, restored: Restored) -> TrainState:

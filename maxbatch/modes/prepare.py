@@ -24,7 +24,7 @@ from maxbatch.hardware.processes import is_first_process
 from maxbatch.models.registry import parameter_counts
 from maxbatch.modes.initialization import Initialization, find_initialization, saving_frozen
 from maxbatch.modes.memory import check_memory
-from maxbatch.modes.method import Check, Method, Passed, Purpose, ResolvedRun
+from maxbatch.modes.method import Method, Passed, Purpose, ResolvedRun
 from maxbatch.modes.start import check_same_run
 from maxbatch.modes.summary import description
 from maxbatch.run_folder.metrics import each_record
@@ -122,11 +122,6 @@ def check_replaces_nothing(config: Config) -> None:
     )
 
 
-def _unsaid(check: Check) -> None:
-  """Ignores a check: nobody follows them."""
-  del check
-
-
 def prepare(
   config: Config,
   target: Target,
@@ -134,7 +129,7 @@ def prepare(
   purpose: Purpose,
   *,
   retune: bool = False,
-  passed: Passed = _unsaid,
+  passed: Passed = lambda check: None,
 ) -> Prepared:
   """Resolves, initializes and builds a run, and checks its memory and its data.
 
@@ -157,7 +152,9 @@ def prepare(
   initialization = Initialization() if compiles else _initialization(resolved)
   resolved = dataclasses.replace(resolved, begins=initialization.position)
   config, plan, ahead = resolved.config, resolved.plan, resolved.plan_ahead
-  for check in (*resolved.checks, _plan_check(resolved, ahead)):
+  lines = [line.removeprefix("  ") for line in str(ahead).splitlines()[1:]]
+  phases = f"{counted(len(ahead.phases), 'phase')}, {counted(ahead.steps, 'step')}"
+  for check in (*resolved.checks, ("batch plan", phases, [*resolved.notes, *lines])):
     passed(check)
   if not validates:
     print(f"{for_screen(str(ahead))}\n", flush=True)
@@ -227,13 +224,6 @@ def _initialization(resolved: ResolvedRun) -> Initialization:
       raise
     unseen = bool(keys.load_parameters_path)
     return Initialization(unseen=unseen, note=f"is not looked at: {error}")
-
-
-def _plan_check(resolved: ResolvedRun, ahead: BatchPlan) -> Check:
-  """Returns the plan, without the heading that the check has."""
-  lines = [line.removeprefix("  ") for line in str(ahead).splitlines()[1:]]
-  phases = f"{counted(len(ahead.phases), 'phase')}, {counted(ahead.steps, 'step')}"
-  return "batch plan", phases, [*resolved.notes, *lines]
 
 
 def _say_parts(resolved: ResolvedRun, trainer: Trainer, passed: Passed) -> None:

@@ -76,7 +76,10 @@ def make_noise(
     return None
   steering = None
   if follows_noise_scale(config.batch):
-    steering = Steering(config.noise, plan, _warmup_samples(config, plan))
+    unit = config.run.schedule_unit
+    warmup = learning_rate(config.optimizer, plan, unit).warmup
+    samples = -int(-warmup // (plan.max_target_length if unit == "tokens" else 1))
+    steering = Steering(config.noise, plan, samples)
   return Noise(make_meter(), None, config.noise.gns_report_every, steering, folder)
 
 
@@ -97,12 +100,6 @@ def calibration_programs(
 def calibrates(config: Config) -> bool:
   """Returns whether some steps measure all layers, to tell what the norms' mean."""
   return config.noise.gns == "norm" and config.noise.gns_calibrate_every > 0
-
-
-def _warmup_samples(config: Config, plan: BatchPlan) -> int:
-  unit = config.run.schedule_unit
-  warmup = learning_rate(config.optimizer, plan, unit).warmup
-  return -int(-warmup // (plan.max_target_length if unit == "tokens" else 1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,6 @@ from maxbatch.conversion.source import FROZEN
 from maxbatch.core.phases import Position
 from maxbatch.core.plan import BatchPlan
 from maxbatch.data.mixture import MixedRows
-from maxbatch.data.rows import Dataset
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.hardware.agreement import check_shared, sync_errors, write_shared_file
 from maxbatch.hardware.ending import Watchdog, ending_together
@@ -45,7 +44,7 @@ from maxbatch.modes.summary import (
   sum_up,
 )
 from maxbatch.run_folder.atomic import locked
-from maxbatch.run_folder.metrics import COMPILED, MetricsLog, NoMetricsLog, Record
+from maxbatch.run_folder.metrics import COMPILED, MetricsLog, NoMetricsLog
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
@@ -269,7 +268,9 @@ def _train(
       evaluation=Evaluation(eval_step, eval_rows(config, plan, trainer, dataset), sample_text),
       outputs=outputs,
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
-      data_counts=_data_counts(config, dataset),
+      data_counts={"data/skipped_records": dataset.num_skipped_records}
+      if config.data.max_bad_records
+      else {},
       notes=_notes(prepared, start, state),
     )
     if start.restored and first:
@@ -327,13 +328,6 @@ def _metrics_log(resolved: ResolvedRun, position: Position, run_log: RunLog) -> 
     ),
     keys=to_flat_dict(config),
   )
-
-
-def _data_counts(config: Config, dataset: Dataset) -> Record:
-  """Counts the records that were skipped, where any may be."""
-  if config.data.max_bad_records == 0:
-    return {}
-  return {"data/skipped_records": dataset.num_skipped_records}
 
 
 def _complete_records(log: MetricsLog, restored: Restored) -> None:

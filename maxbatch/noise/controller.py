@@ -102,7 +102,9 @@ class Controller:
     if objection:
       self._agreeing = 0
       return Decision(batch, objection, grew=False)
-    if self._is_new_window(position, estimate):
+    # A window that shares at most half of its steps with the last one that counted.
+    counted = self._counted_at_step
+    if counted is None or 2 * (position.step - counted) >= estimate.window_steps:
       self._agreeing += 1
       self._counted_at_step = position.step
     waiting = self._waiting(position, batch)
@@ -137,13 +139,6 @@ class Controller:
     if batch >= limits.max_batch:
       return f"batch {batch:,} is at its maximum: max_batch={limits.max_batch}"
     return _doubt(estimate, batch, limits) or _spike(list(self._losses), limits.spike_deviations)
-
-  def _is_new_window(self, position: Position, estimate: Estimate) -> bool:
-    """Returns whether the window shares at most half of its steps with the last one that
-    counted."""
-    if self._counted_at_step is None:
-      return True
-    return 2 * (position.step - self._counted_at_step) >= estimate.window_steps
 
   def _waiting(self, position: Position, batch: int) -> str | None:
     """Returns what to wait for before the batch may grow; None if nothing."""

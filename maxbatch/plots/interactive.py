@@ -187,7 +187,8 @@ class _Drawn:
     if isinstance(mark, Line):
       parts = list(self._line(figure, mark))
       if mark.label:
-        self._hover(figure, parts[0], mark.label)
+        axes = [(name, f"@{_column(at)}{{0,0}}") for at, name in enumerate(self.chart.axes)]
+        self._add_hover(figure, parts[0], [(mark.label, "@y{0.[00000]}"), *axes], "vline")
       self._lines += parts
     elif isinstance(mark, Band):
       parts = [self._band(figure, mark)]
@@ -230,10 +231,6 @@ class _Drawn:
     tips = [("", "@y"), *([(bars.label, "@words")] if words else []), ("", "@length{0,0.[000]}")]
     self._add_hover(figure, drawn, tips, "mouse")
     return drawn
-
-  def _hover(self, figure: Any, part: GlyphRenderer, label: str) -> None:
-    axes = [(name, f"@{_column(place)}{{0,0}}") for place, name in enumerate(self.chart.axes)]
-    self._add_hover(figure, part, [(label, "@y{0.[00000]}"), *axes], "vline")
 
   def _add_hover(
     self, figure: Any, part: GlyphRenderer, tips: Sequence[tuple[str, str]], mode: str

@@ -58,7 +58,9 @@ class Progress:
       self._bar.update(step - self._bar.n)
     elif step % self._period == 0 or step == self._steps or _is_evaluated(record):
       # Beside an evaluation there is no room.
-      eta = "" if _is_evaluated(record) else f"  eta {self._eta(step)}"
+      per_step = (time.perf_counter() - self._began) / max(step - self._start, 1)
+      left = tqdm.tqdm.format_interval(per_step * (self._steps - step))
+      eta = "" if _is_evaluated(record) else f"  eta {left}"
       print(f"step {step}/{self._steps}  {_figures(record)}{eta}", flush=True)
     if self._bar is not None and _is_evaluated(record):
       self.say(f"step {step}/{self._steps}  {_figures(record)}")
@@ -80,10 +82,6 @@ class Progress:
       print(text, flush=True)
     else:
       self._bar.write(text, file=sys.stdout)
-
-  def _eta(self, step: int) -> str:
-    per_step = (time.perf_counter() - self._began) / max(step - self._start, 1)
-    return tqdm.tqdm.format_interval(per_step * (self._steps - step))
 
 
 class ByteProgress:

@@ -52,7 +52,9 @@ class _Drawing:
     """Yields the panels in the order in which one looks at them; what is not known by name comes
     last."""
     evaluations = [name for name in names if name.startswith("eval/loss")]
-    validation = {name: _evaluation(name) for name in evaluations}
+    parts = [name.removeprefix("eval/loss").strip("/") for name in evaluations]
+    labels = [f"validation, {part}" if part else "validation" for part in parts]
+    validation = dict(zip(evaluations, labels, strict=True))
     losses = self._lines({"loss": "training"}, faint=True)
     losses += self._lines(validation, first=1, style="both")
     yield Panel("loss (nats per token)", losses)
@@ -64,7 +66,11 @@ class _Drawing:
     yield Panel("learning rate", self._lines({_RATE: "learning rate"}), low=0)
     yield Panel("gradient norm before clipping", self._lines({"grad_norm": "before clipping"}))
     yield Panel("noise scale (samples) and batch", self._noise(), log=True)
-    groups = {name: name.removeprefix("gns/") for name in names if _is_group(name)}
+    groups = {
+      name: name.removeprefix("gns/")
+      for name in names
+      if name.startswith("gns/") and not name.endswith(_HIDDEN) and name not in _OF_THE_WHOLE
+    }
     yield Panel("noise scale by group (samples)", self._lines(groups), log=True)
     yield Panel(
       "tokens per second of all devices", self._lines({"tokens_per_second": "all devices"}), low=0
@@ -137,16 +143,6 @@ class _Drawing:
       Band("efficient range", x, least, high_end.tolist(), color=2),
       Band("95%", x, low_end.tolist(), high_end.tolist(), color=0),
     ]
-
-
-def _is_group(name: str) -> bool:
-  """Returns whether this is the noise scale of some parameters."""
-  return name.startswith("gns/") and not name.endswith(_HIDDEN) and name not in _OF_THE_WHOLE
-
-
-def _evaluation(name: str) -> str:
-  part = name.removeprefix("eval/loss").strip("/")
-  return f"validation, {part}" if part else "validation"
 
 
 def thinned(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:

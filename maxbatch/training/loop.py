@@ -114,7 +114,9 @@ def _train_until_change(
           _save(job, state, position, plan, record)
         _note_evaluated(job, record, state.parameters if evaluating else None)
         if evaluating and (not ending or position.step == plan.steps):
-          _show_evaluated(job, position, state.parameters, is_last=ending)
+          show_text(job, position, state.parameters)
+          if not ending:
+            job.outputs.evaluated()
         clock = Clock()
   return state, position, plan, ending
 
@@ -190,7 +192,10 @@ def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Reco
     limits = job.trainer.loss_scaling
     check_skips(limits, scaling, position.step, loss, lambda: _last_good(job))
   elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
-    raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
+    raise TrainingDivergedError(
+      f"step {position.step}: loss={loss} and grad_norm={grad_norm}, which must be finite; "
+      f"{_kept(job)}"
+    )
   noise = job.noise.observe(pending.before.step, metrics) if job.noise and not is_skipped else {}
   record = (
     {
@@ -274,13 +279,6 @@ def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
   return result
 
 
-def _show_evaluated(job: Job, position: Position, params: Parameters, *, is_last: bool) -> None:
-  """Has the model write a text, and shows what is known."""
-  show_text(job, position, params)
-  if not is_last:
-    job.outputs.evaluated()
-
-
 def show_text(job: Job, position: Position, params: Parameters) -> None:
   """Has the model write, if the run asks for texts, and notes what it wrote."""
   if job.evaluation.sample_text is None:
@@ -346,13 +344,6 @@ def _check_eval_rows(job: Job, where: str, wrong: Sequence[int | None]) -> None:
     check_rows(wrong, where, 0, size, functools.partial(job.row_hosts, size))
   except RowsError as error:
     raise RowsError(f"{error}; {_last_good(job)}") from None
-
-
-def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> str:
-  return (
-    f"step {position.step}: loss={loss} and grad_norm={grad_norm}, which must be finite; "
-    f"{_kept(job)}"
-  )
 
 
 def _last_good(job: Job) -> str:

@@ -67,24 +67,17 @@ class UpdateMetric:
   value: Callable[[Update], jax.Array]
 
 
-def _accuracy(tokens: Tokens) -> jax.Array:
-  """Returns the share of tokens whose target has the largest logit."""
-  return (tokens.target_logit_BC >= tokens.max_logit_BC).astype(jnp.float32)
-
-
-def _param_norm(update: Update) -> jax.Array:
-  return optax.tree.norm(optax.tree.cast(update.params, jnp.float32))
-
-
-def _update_norm(update: Update) -> jax.Array:
-  return optax.tree.norm(optax.tree.cast(update.updates, jnp.float32))
+def _norm(tree: Any) -> jax.Array:
+  return optax.tree.norm(optax.tree.cast(tree, jnp.float32))
 
 
 METRICS: Mapping[str, TokenMetric | UpdateMetric] = {
-  "accuracy": TokenMetric(_accuracy),
+  "accuracy": TokenMetric(
+    lambda tokens: (tokens.target_logit_BC >= tokens.max_logit_BC).astype(jnp.float32)
+  ),
   "log_z": TokenMetric(lambda tokens: tokens.log_z_BC),
-  "param_norm": UpdateMetric(_param_norm),
-  "update_norm": UpdateMetric(_update_norm),
+  "param_norm": UpdateMetric(lambda update: _norm(update.params)),
+  "update_norm": UpdateMetric(lambda update: _norm(update.updates)),
 }
 
 

@@ -311,7 +311,9 @@ class NoiseMeter:
   def total(self) -> Estimate:
     """Returns the noise scale of the whole model, measured or predicted; else of whole
     microbatches."""
-    result = self._tracker.predicted_total() if self._predicts else self._tracker.estimate(TOTAL)
+    result = (
+      self._tracker.predicted_total() if self._gns == "norm" else self._tracker.estimate(TOTAL)
+    )
     if self._gns == "off":
       return self._tracker.estimate(FROM_MICROBATCHES)
     return result
@@ -329,10 +331,6 @@ class NoiseMeter:
     tracker = NoiseTracker.from_dict(content["tracker"])
     if tracker.window_steps == self._tracker.window_steps:
       self._tracker, self._tokens_per_sample = tracker, content["tokens_per_sample"]
-
-  @property
-  def _predicts(self) -> bool:
-    return self._gns == "norm"
 
   def _figures(self) -> Record:
     """Returns the scales that are known, by group, in samples; of the whole with what is known

@@ -45,7 +45,10 @@ def of_squares(x: jax.Array, axes: LogicalAxes, lead: int = 0) -> jax.Array:
     lead: dims that are kept.
   """
   sizes, kept, rest = auto_axis_sizes(), x.shape[:lead], x.shape[lead:]
-  names = [_divider(axis) for axis in axes[lead:]]
+  # The mesh axis, of the two, that divides each logical one.
+  names = [
+    next((name for name in _AXES if name in LOGICAL_AXIS_RULES[axis]), None) for axis in axes[lead:]
+  ]
   ways = [
     sizes[name] if name and size % sizes[name] == 0 else 1
     for name, size in zip(names, rest, strict=True)
@@ -92,11 +95,6 @@ def joined_sums(sums: Tree, others: Other) -> tuple[Tree, Other]:
   return jax.tree.unflatten(
     structure, [x if whole else next(rest) for x, whole in zip(leaves, is_whole, strict=True)]
   ), others
-
-
-def _divider(axis: str | None) -> str | None:
-  """Returns the mesh axis, of the two, that divides a logical axis."""
-  return next((name for name in _AXES if name in LOGICAL_AXIS_RULES[axis]), None)
 
 
 def _padded(x: jax.Array) -> jax.Array:

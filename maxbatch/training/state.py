@@ -156,13 +156,13 @@ def abstract_state(parts: StateParts, mesh: Mesh, *, optimizer_on_host: bool = F
   state = jax.tree_util.tree_map_with_path(place, shapes)
   inner = place_optimizer_state(shapes.opt_state.inner_opt_state, shapes.params, axes, mesh)
   if optimizer_on_host:
-    inner = jax.tree.map(lambda leaf: _on_host(leaf) if leaf.ndim else leaf, inner)
+    inner = jax.tree.map(
+      lambda leaf: (
+        leaf.update(sharding=leaf.sharding.with_memory_kind(_HOST)) if leaf.ndim else leaf
+      ),
+      inner,
+    )
   return state._replace(opt_state=state.opt_state._replace(inner_opt_state=inner))
-
-
-def _on_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  where = leaf.sharding.with_memory_kind(_HOST)  # pyright: ignore[reportOptionalMemberAccess]
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
 
 def is_on_host(leaf: Any) -> bool:
