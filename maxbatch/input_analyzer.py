@@ -153,8 +153,7 @@ def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:
 def _request(
   config: Config, plan: BatchPlan, num_hosts: int, own: AnalyzerArguments, target: Target | None
 ) -> Request:
-  """Returns the request. Raises UserError for hosts that the devices or the nodes do not divide
-  over."""
+  """Returns the request. Raises UserError for hosts that devices or nodes do not divide over."""
   slurm(Setting(), num_hosts, own.tasks_per_node)
   host_loads(plan, num_hosts)
   return Request(config, plan, num_hosts, own.tasks_per_node, own.margin, target)

@@ -244,10 +244,9 @@ def keep_batch(
 ) -> BatchConfig:
   """Returns the sizes of a run that is resumed, perhaps on other devices: its batch stays.
 
-  Unless a key says otherwise: one that gives the batch, or a size of the microbatch or their number
-  that is in `changed`, of which the start that wrote the checkpoint had other values. The microbatch of a
-  device stays too, if no key gives it and it divides the batch. `saved` is `BatchPlan.as_dict` of the
-  checkpoint.
+  Unless a key gives the batch, or one in `changed` the size or number of microbatches, of which the
+  start that wrote the checkpoint had other values. The microbatch of a device stays too, if no key
+  gives it and it divides the batch. `saved` is `BatchPlan.as_dict` of the checkpoint.
 
   Raises:
     UserError: the batch does not divide over these devices, or not as the keys ask.

@@ -181,8 +181,7 @@ def _users(processes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[int, 
 
 
 def _readers(users: Sequence[Sequence[int]], loading: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-  """Returns one reader for every block: near it if possible, else the one that reads least so
-  far."""
+  """Returns a reader of every block: near it if possible, else the one that reads least so far."""
   counts = dict.fromkeys(sorted(loading), 0)
   readers: list[int | None] = []
   for using in users:
@@ -204,8 +203,7 @@ def _readers(users: Sequence[Sequence[int]], loading: Sequence[int]) -> tuple[tu
 def _receiving(
   processes: Sequence[int], blocks: Sequence[int], readers: Sequence[Sequence[int]]
 ) -> Mapping[tuple[int, int], Sequence[int]]:
-  """Returns the devices that do not get their block from their own process, by process and
-  block."""
+  """Returns the devices whose block is not from their own process, by process and block."""
   results: dict[tuple[int, int], list[int]] = {}
   for device, (process, block) in enumerate(zip(processes, blocks, strict=True)):
     if process not in readers[block]:
@@ -303,8 +301,7 @@ def loading_hosts(plan: BatchPlan, num_hosts: int) -> tuple[int, ...]:
 
 
 def host_loads(plan: BatchPlan, num_hosts: int) -> list[HostLoad]:
-  """Returns the samples of a step of the run's batch that each host loads; hosts with equal loads
-  are grouped.
+  """Returns the samples of a step of the run's batch that each host loads, equal hosts grouped.
 
   Hosts have equally many devices, one host after the other in the order of the mesh.
 

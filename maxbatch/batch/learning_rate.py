@@ -31,15 +31,13 @@ def linear(progress: float, config: OptimizerConfig) -> float:
 
 
 def cosine(progress: float, config: OptimizerConfig) -> float:
-  """Decays along a cosine to learning_rate_final_fraction of the peak (Loshchilov & Hutter
-  2017)."""
+  """Decays by a cosine to learning_rate_final_fraction of the peak (Loshchilov & Hutter 2017)."""
   final = config.learning_rate_final_fraction
   return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def wsd(progress: float, config: OptimizerConfig) -> float:
-  """Warms up, stays, and decays (Hu et al. 2024): linearly over the last
-  wsd_decay_steps_fraction."""
+  """Warms up, stays, and decays linearly over wsd_decay_steps_fraction (Hu et al. 2024)."""
   start = 1.0 - config.wsd_decay_steps_fraction
   if progress <= start:
     return 1.0
@@ -88,8 +86,7 @@ class LearningRate:
     return peak * self.schedule(progress, self.config)
 
   def highest(self, phase: Phase) -> float:
-    """Returns the highest rate of a phase: at the warm-up's end, if that is in it, else at one of
-    its ends.
+    """Returns the highest rate of a phase: at the warm-up's end if that is in it, else at an end.
 
     So it is for schedules that never rise again, as those registered here.
     """
@@ -102,8 +99,7 @@ class LearningRate:
 
 
 def _coupling(config: OptimizerConfig, plan: BatchPlan) -> str:
-  """Resolves auto: sqrt where the batch grows from batch_size, for which the rate was chosen; else
-  none."""
+  """Resolves auto: sqrt where the batch grows from batch_size, whose rate is given; else none."""
   if config.learning_rate_batch_coupling != "auto":
     return config.learning_rate_batch_coupling
   return "sqrt" if plan.begins_with_batch_size else "none"

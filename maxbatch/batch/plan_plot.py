@@ -27,8 +27,7 @@ def _batches(plan: BatchPlan) -> list[tuple[float, float]]:
 
 
 def _rates(plan: BatchPlan, rate: LearningRate) -> list[tuple[float, float]]:
-  """Returns the rate at steps spread evenly over the run, the first and last of every phase
-  included."""
+  """Returns the rate at steps spread evenly over the run, with the ends of every phase."""
   last = max(plan.steps - 1, 0)
   steps = {last * n // _POINTS for n in range(_POINTS + 1)}
   for phase in plan.phases:

@@ -43,8 +43,7 @@ class PromptEpochs:
     return self.num_prompts % self.batch_size
 
   def place(self, index: int) -> tuple[int, int]:
-    """Returns the epoch of the prompt at `index` of the stream, and its place in the epoch's
-    order."""
+    """Returns the epoch of the prompt at `index` of the stream, and its place in that epoch."""
     return (0, index) if self.num_prompts == -1 else divmod(index, self.prompts_taken)
 
   def epochs(self, prompts: int) -> Fraction:
@@ -52,8 +51,7 @@ class PromptEpochs:
     return Fraction(0) if self.num_prompts == -1 else Fraction(prompts, self.prompts_taken)
 
   def dropped(self, prompts: int) -> int:
-    """Returns how many prompts are dropped at the ends of the epochs that so many prompts
-    complete."""
+    """Returns how many prompts are dropped at the ends of the epochs that `prompts` complete."""
     return math.floor(self.epochs(prompts)) * self.dropped_per_epoch
 
   def batches_of_two_epochs(self, prompts: int) -> int:

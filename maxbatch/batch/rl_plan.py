@@ -140,8 +140,7 @@ class RLPlan:
     return batch * self.num_microbatches
 
   def place_of_microbatch(self, number: int) -> tuple[int, int]:
-    """Returns the batch of a microbatch that is numbered through all of them, and its number in
-    it."""
+    """Returns the batch of a microbatch numbered through all of them, and its number in it."""
     return divmod(number, self.num_microbatches)
 
   def first_completion(self, batch: int, microbatch: int) -> int:

@@ -86,8 +86,7 @@ class GivenCompletions:
   num_microbatches: GivenSize | None
 
   def batch_unit(self, topology: RLTopology) -> int:
-    """Returns the number of completions of which a step must be a multiple for the other sizes to
-    stay as they are given."""
+    """Returns the completions of which a step must be a multiple for the other sizes to stay."""
     count = int(self.num_microbatches.size) if self.num_microbatches else 1
     micro = self.micro_batch
     return count * (int(micro.size) if micro and _is_whole(micro, topology) else topology.unit)
@@ -272,8 +271,7 @@ def micro_batch_sizes(completions: int, topology: RLTopology) -> list[int]:
 def halving_micro_batch_sizes(completions: int, topology: RLTopology) -> list[int]:
   """Returns those microbatches from which the noise of the gradient can be estimated, ascending.
 
-  Each replica of the model has whole groups of them, whose halves divide over its devices, and a step
-  has several to compare.
+  Each replica has whole groups, whose halves divide over its devices, and a step has several.
   """
   replicas = topology.training.shape["data"]
   return [

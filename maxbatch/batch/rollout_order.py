@@ -17,8 +17,7 @@ def sampled_before(microbatch: int, num_microbatches: int, staleness: int) -> in
 
 
 def last_with_a_policy(microbatch: int, num_microbatches: int, staleness: int) -> int:
-  """Returns the last microbatch that can be sampled before this one is trained on: its policy is
-  there.
+  """Returns the last microbatch whose policy is there before this one is trained on.
 
   Args: as `sampled_before`.
   """

@@ -56,8 +56,7 @@ def columns_of_blocks(blocks: Sequence[int], size: int) -> np.ndarray:
 
 
 def row_of_step(dispatch: int, place: int, micro_batch: int) -> tuple[int, int]:
-  """Returns the row of a step, and its column, that is at `place` of the rows of one of its
-  dispatches."""
+  """Returns the row of a step, and its column, at `place` of the rows of one of its dispatches."""
   return dispatch * micro_batch + place, place % micro_batch
 
 
@@ -129,8 +128,7 @@ class Segment:
 
 
 def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[Segment]:
-  """Returns the dispatches from `start` to the end of the run: one per step, or one per microbatch
-  if `streamed`."""
+  """Returns the dispatches from `start` on: one per step, or one per microbatch if `streamed`."""
   phases = itertools.groupby(plan.starting_at(start).phases, lambda phase: phase.micro_batch)
   return [
     Segment(micro_batch, Steps(_dispatched(phase, streamed=streamed) for phase in group))
@@ -179,13 +177,11 @@ class StepTable:
     return RowPlan(num_microbatches, self.micro_batch)
 
   def samples(self, step: int, columns: np.ndarray) -> np.ndarray:
-    """Returns the samples int64[k·len(columns)], ascending, in these columns of the step's
-    microbatches."""
+    """Returns the samples int64[k·len(columns)], ascending, in these columns of the step."""
     return self.first_samples[step] + self.plan(step).rows_at(columns).reshape(-1)
 
   def sample_ids(self, step: int, capacity: int) -> np.ndarray:
-    """Returns the ids int32[capacity, micro_batch] of the step's samples; −1 beyond its
-    microbatches."""
+    """Returns the ids int32[capacity, micro_batch] of the step's samples; −1 beyond them."""
     plan, first = self.plan(step), self.first_samples[step]
     ids = np.full((capacity, self.micro_batch), -1, np.int32)
     samples = np.arange(first, first + plan.num_rows)
@@ -193,8 +189,7 @@ class StepTable:
     return ids
 
   def samples_between(self, begin: int, end: int, columns: np.ndarray) -> np.ndarray:
-    """Returns, as `samples` does, those of all steps from sample `begin` up to but not including
-    `end`."""
+    """Returns, as `samples` does, those of all steps in [`begin`, `end`)."""
     first = bisect.bisect_right(self.first_samples, begin) - 1
     last = bisect.bisect_left(self.first_samples, end)
     samples = np.concatenate([self.samples(step, columns) for step in range(first, last)])

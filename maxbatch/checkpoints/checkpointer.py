@@ -109,8 +109,7 @@ class Checkpointer:
       self.close()
 
   def steps(self) -> list[int]:
-    """Lists the steps whose saves were completed, oldest first; read from the disk, not yet
-    verified."""
+    """Lists the steps whose saves were completed, oldest first, by the disk; not verified."""
     return resumable_steps(self._directory)
 
   def save(
@@ -164,10 +163,9 @@ class Checkpointer:
   def restore(self, abstract_state: object) -> Restored | None:
     """Restores the newest checkpoint that verifies, or returns None if none was ever completed.
 
-    `abstract_state` is a pytree of ShapeDtypeStructs; arrays arrive on the shardings they name (the
-    first device where they name none), whatever mesh they were saved from. Raises UserError: the
-    run differs from the checkpoint's in identity or in the state's shapes, or there are checkpoints
-    and none verifies.
+    `abstract_state` is a pytree of ShapeDtypeStructs; arrays arrive on the shardings they name
+    (else the first device), whatever mesh they are from. Raises UserError: the run differs from the
+    checkpoint's in identity or in the state's shapes, or there are checkpoints and none verifies.
     """
     self.wait()
     damaged: dict[int, str] = {}

@@ -121,8 +121,7 @@ def together(read: Callable[[], _Read]) -> _Read:
 
 
 def refusal(folder: pathlib.Path) -> str | None:
-  """Returns which file of a folder the file system does not hand out, and why; None if it does
-  all."""
+  """Returns which file of a folder the file system does not hand out, and why; else None."""
   path = folder
   try:
     for parent, _, names in os.walk(folder, onerror=_raise):
@@ -167,8 +166,7 @@ def completed_steps(directory: pathlib.Path) -> list[int]:
 
 
 def parameters_to_begin_with(directory: pathlib.Path) -> pathlib.Path | None:
-  """Returns the folder of step 0, if a conversion left parameters alone there; no run ever removes
-  it."""
+  """Returns the folder of step 0, if a conversion left parameters alone there, for good."""
   folder = directory / "0"
   record = record_of(folder) if folder.is_dir() else None
   return folder if record is not None and is_parameters_only(record) else None

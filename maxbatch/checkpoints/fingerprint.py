@@ -65,8 +65,7 @@ def fingerprints(tree: object, version: int = VERSION) -> dict[str, int]:
 
 
 def _replicated_like(leaves: dict[str, jax.Array]) -> Sharding | None:
-  """Returns a sharding that gives every process the whole result; None where one device holds it
-  all."""
+  """Returns a sharding with the whole result in every process; None where one device holds it."""
   for leaf in leaves.values():
     if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
       return NamedSharding(leaf.sharding.mesh, PartitionSpec())

@@ -105,8 +105,7 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
-  """Opens a step's folder, to be read array by array. Raises UserError: there is no checkpoint that
-  can be read so."""
+  """Opens a step's folder, to be read array by array. Raises UserError: that cannot be."""
   record = record_of(folder)
   if record is None:
     raise UserError(f"checkpoint={folder}: there is no checkpoint whose record can be read")

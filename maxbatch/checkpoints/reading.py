@@ -48,9 +48,8 @@ _UNREADABLE = (
 
 
 def patiently(directory: pathlib.Path, step: int, read: Callable[[], _Read]) -> _Read:
-  """Returns what `read` returns of a step, which is damaged only if that fails twice while all of
-  its files can be read. Raises DamagedError: it is; UserError: the file system refuses to read the
-  files, again and again."""
+  """Returns what `read` returns of a step, which is damaged if that fails twice while its files can
+  be read. Raises DamagedError: it is; UserError: the files stay unreadable."""
   pauses, readable = iter(_PAUSES_SECONDS), False
   while True:
     try:
@@ -72,8 +71,7 @@ def patiently(directory: pathlib.Path, step: int, read: Callable[[], _Read]) -> 
 
 
 def read_record(reader: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-  """Reads the record of a step, as it was written. Raises DamagedError: it cannot be read, was
-  changed, or is another step's."""
+  """Reads a step's record. Raises DamagedError: it cannot be read, was changed, or is another's."""
   record = _read(reader, step, "record", ocp.args.JsonRestore())
   if not is_intact(record):
     raise DamagedError("its record differs from its checksum")
@@ -140,8 +138,7 @@ Wanted = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def read_step_record(key: str, folder: pathlib.Path) -> dict[str, Any]:
-  """Reads the record of the step's folder that `key` names. Raises UserError: it cannot be read, or
-  is not what was written."""
+  """Reads the record of the step's folder that `key` names. Raises UserError: it is damaged."""
   record = record_of(folder)
   if record is None:
     raise UserError(damaged(key, folder, "its record cannot be read, or is not what was written"))

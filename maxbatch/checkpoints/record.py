@@ -75,8 +75,7 @@ def _of_class(config: Config, resume: Resume) -> dict[str, object]:
 
 
 def _contents(fingerprint: str, paths: Mapping[str, object], files: Mapping[str, int]) -> object:
-  """Describes a part of a dataset: equal if its fingerprint is; the rest says what has changed
-  otherwise."""
+  """Describes a part of a dataset: equal if its fingerprint is; the rest says what changed."""
   return {"fingerprint": fingerprint, "paths": dict(paths), "files": dict(files)}
 
 
@@ -170,8 +169,7 @@ def identity_differences(record: dict[str, Any], identity: Mapping[str, object])
 
 
 def changed_settings(record: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, str]:
-  """Returns the keys that this run gives other values than the one that wrote the record: key: old
-  → new.
+  """Returns the keys with other values than in the run that wrote the record: key: old → new.
 
   Keys that only one of the two versions of the program has are not compared.
   """
@@ -193,8 +191,7 @@ def state_differences(record: dict[str, Any], leaves: Mapping[str, Any]) -> list
 
 
 def fingerprint_version(record: Mapping[str, Any]) -> int:
-  """Returns by which formula the fingerprints of a record were made. Raises UserError: by one of a
-  newer version of the program."""
+  """Returns the formula of a record's fingerprints. Raises UserError: it is of a newer version."""
   version = record.get("fingerprint_version", 1)
   if version not in VERSIONS:
     raise UserError(

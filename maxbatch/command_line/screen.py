@@ -35,8 +35,7 @@ def colored(text: str, color: Color) -> str:
 
 
 def printable(text: str) -> str:
-  """Returns text of others, such as a model's, with escapes for all that would move a terminal's cursor,
-  but line breaks and tabs."""
+  """Escapes all in a text that would move a terminal's cursor, but line breaks and tabs."""
   escaped = (
     character
     if character.isprintable() or character in "\n\t"

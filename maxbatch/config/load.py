@@ -348,8 +348,7 @@ def without_effect(config: Config) -> list[str]:
 
 
 def _obstacles(own: str, condition: When, values: Mapping[str, object]) -> tuple[str, str]:
-  """Returns the keys, beside its own, because of which no alternative holds, and what would do; nothing
-  if one holds."""
+  """Returns the keys, beside its own, for which no alternative holds, and what would do."""
   missing = [
     {key: allowed for key, allowed in each.items() if not _allows(key, allowed, values[key])}
     for each in condition.alternatives

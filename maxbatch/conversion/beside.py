@@ -38,8 +38,7 @@ _ALONE = {HuggingFaceTokenizer: "tokenizer.json", SentencePieceTokenizer: "token
 
 
 def carry_along(source: Path, target: Path) -> None:
-  """Copies what a model's folder holds beside its weights. Raises OSError: a file cannot be read or
-  written."""
+  """Copies what a model's folder holds beside its weights. Raises OSError where it cannot."""
   target.mkdir(exist_ok=True)
   _copy(source, target, (CONFIG, GENERATION, *TOKENIZER))
 
@@ -78,8 +77,7 @@ def write_beside(config: Config, target: Path) -> Tokenizer:
   The tokenizer is that of the run's keys, where transformers has such files, else that of the model
   which it began with.
 
-  Returns the tokenizer. Raises UserError if it cannot be read, or OSError if a file cannot be read or
-  written.
+  Returns the tokenizer. Raises UserError if it cannot be read, OSError if a file cannot be written.
   """
   tokenizer, origin = build_tokenizer(config.data), origin_of(config)
   own = _ALONE.get(type(tokenizer)) if isinstance(tokenizer, FileTokenizer) else None
@@ -125,8 +123,7 @@ _WEIGHTS = (SINGLE, INDEX, "model-*.safetensors")
 
 
 def model_folder(key: str, name: str, token: str = "") -> Path:
-  """Returns the folder that `key=name` means; a name on the hub is downloaded, unless it is in its
-  cache.
+  """Returns the folder that `key=name` means; a name on the hub is downloaded unless cached.
 
   Args:
     name: a folder, or a model as OWNER/MODEL.

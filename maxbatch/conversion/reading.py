@@ -38,8 +38,7 @@ class Place:
   """Shapes of all tensors, as they are in the file."""
 
   def read(self, theirs: StoredArray, index: Index) -> np.ndarray:
-    """Reads a part of our parameter from the tensor as it is stored; values beyond the end of a dim
-    are zeros.
+    """Reads a part of our parameter from the stored tensor; beyond the end of a dim are zeros.
 
     A dim is longer than in the file where the vocabulary is padded.
     """
@@ -90,8 +89,7 @@ _SHOWN = 3
 
 
 def load_parameters(folder: Path, model: Model, wanted: Parameters) -> Parameters:
-  """Loads parameters of a Hugging Face folder, each part on the process that needs it, and nowhere
-  else.
+  """Loads parameters of a Hugging Face folder, each part on the process that needs it alone.
 
   Args:
     wanted: ShapeDtypeStructs with shardings, of some or all of its parameters; values are cast to
@@ -216,8 +214,7 @@ def _as_stored(
   vocab_size: int,
   folder: Path,
 ) -> dict[tuple[str, ...], Shape]:
-  """Returns the shapes of one layer, with the folder's vocabulary, which may be smaller than
-  ours."""
+  """Returns the shapes of one layer, with the folder's vocabulary, maybe smaller than ours."""
   results: dict[tuple[str, ...], Shape] = {}
   for path, shape in shapes.items():
     sizes = []

@@ -28,8 +28,7 @@ class WholeCheckpoint:
   """A checkpoint as `StoredCheckpoint` offers it, with all parameters of a model without adapters."""
 
   def __init__(self, checkpoint: StoredCheckpoint, base: "_Elsewhere | None", config: Config):
-    """Takes as `base` the frozen parameters that it does not hold, and the configuration of its
-    run."""
+    """Takes as `base` the frozen parameters that it lacks, and the configuration of its run."""
     self.folder = checkpoint.folder
     self._own, self._base, self._config = checkpoint, base, config.model
     elsewhere = base.leaves if base else {}

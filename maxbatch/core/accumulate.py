@@ -32,8 +32,7 @@ from maxbatch.core.terms import (
 class Squares(NamedTuple):
   """Squared norms of parts of a step's gradient, from which the noise scale is estimated.
 
-  float32 sums, in the shape that `squared_norm` gives. What a part is divided by is its own share of
-  the step's divisor.
+  float32 sums, in the shape that `squared_norm` gives. A part's divisor is its share of the step's.
   """
 
   of_microbatches: jax.Array

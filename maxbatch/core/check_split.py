@@ -112,8 +112,7 @@ def check_split(
   Args:
     loss: terms and statistics of some rows.
     params: what the gradient is taken by; random ones, as nothing shows where they are 0.
-    rows: a pytree of arrays (N, …), at least 4 rows, all different; of more, a multiple of 4 is
-      taken.
+    rows: a pytree of arrays (N, …), at least 4 rows, all different; a multiple of 4 is taken.
     keys: one random key for each row (N,); None: some.
     devices: two of them are replicas; None: those of this process.
 

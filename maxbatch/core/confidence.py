@@ -107,8 +107,7 @@ def product_of_means(
     divisors: likewise.
 
   Returns:
-    None unless every mean is significantly positive: near a zero denominator the jackknife's
-    interval is too narrow.
+    None unless every mean is significantly positive: near 0 the jackknife's interval is too narrow.
   """
   signed = [(1, values_N) for values_N in factors] + [(-1, values_N) for values_N in divisors]
   if not all(_is_known_positive(values_N) for _, values_N in signed):

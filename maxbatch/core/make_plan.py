@@ -74,8 +74,7 @@ def plan(
     batch_schedule_length: of the ramp of batch_schedule_type.
     batch_size_start: samples per step of its first phase.
     batch_size_increment: of "linear"; batch_size_start unless given.
-    steps: when the run ends, unless total_samples or total_tokens says so. Without any of them it
-      has no end.
+    steps: when the run ends, unless total_samples or total_tokens says so; with none it has no end.
     mesh: devices along each axis, {"data": 2, "fsdp": 4}; -1 along one is the rest of num_devices.
     num_devices: of the mesh; without a mesh, all along "data". 1 where neither is given.
 

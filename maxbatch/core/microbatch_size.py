@@ -67,8 +67,7 @@ def choose_micro_batch_size(
       is called again for every run of a function that donates them.
     sizes: to choose from.
     memory_bytes: that one device may use; None: what the device says it has, if it does.
-    samples: from a size to the samples of one call; the size itself unless a call takes a whole
-      batch.
+    samples: from a size to the samples of a call; the size itself unless a call is a whole batch.
     repeats: timed runs of a size, after one that is not timed.
 
   Raises:

@@ -156,8 +156,7 @@ class NoiseScale:
     Args:
       result: of `train_step` or `accumulate`.
       rows: of the step that have at least one token in the loss.
-      grad_norm: of the step's mean gradient before clipping; None: that of the result, which
-        `train_step`'s has.
+      grad_norm: of the step's mean gradient before clipping; None: the result's, as `train_step`'s.
       row_squares: instead of the microbatches' squares, which the result need not have then:
         Σ ‖gradient of a row's numerator‖² and Σ (its denominator)², where a loss hands them out.
 

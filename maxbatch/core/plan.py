@@ -8,8 +8,7 @@ at a position, its microbatches, where the next step begins and where the run en
     tokens_per_step      = global_batch_to_train · max_target_length
     total_samples        = sum of batch · steps over the phases
 
-Sizes are fractions until they count samples: 0.29 samples on each of 100 devices are 29 samples.
-Nothing is ever truncated.
+Sizes are fractions until they count samples: 0.29 on each of 100 devices are 29; none is truncated.
 """
 
 import dataclasses
@@ -53,8 +52,7 @@ class PlannedStep(NamedTuple):
 class BatchPlan:
   """The sizes of a run. A sample is a row of `max_target_length` tokens.
 
-  Sizes without a position are those of the run's batch, the last one of a ramp-up. The steps of the
-  run are the plan's items:
+  Sizes without a position are those of the run's batch, a ramp-up's last. Its items are the steps:
 
     for position, batch, num_microbatches, micro_batch in plan:
       ...
@@ -109,8 +107,7 @@ class BatchPlan:
   def microbatch_capacity(self) -> int:
     """The largest number of microbatches per step that the fused step is compiled for.
 
-    It covers every phase, and is a power of two, so that another gradient_accumulation_steps up to
-    it needs no new compilation.
+    It covers every phase, and is a power of two, so that fewer accumulation steps compile nothing.
     """
     scheduled = max(point.num_microbatches for point in self.schedule.points)
     decided = self.max_batch // self.micro_batch_to_train
@@ -185,8 +182,7 @@ class BatchPlan:
   def is_due(self, before: Position, after: Position, period: int, unit: Unit) -> bool:
     """Returns whether a multiple of `period` lies in (before, after], both counted in `unit`.
 
-    So intervals in steps, samples or tokens stay exact while the batch changes; a period of -1 is
-    never due.
+    So intervals in any unit stay exact while the batch changes; a period of -1 is never due.
     """
     if period == -1:
       return False

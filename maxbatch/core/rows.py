@@ -47,8 +47,7 @@ def microbatches(
     replicas: the mesh axis that rows are divided over.
 
   Raises:
-    ValueError: there are more rows than the capacity has room for, or the size cannot be divided
-      over the replicas.
+    ValueError: more rows than the capacity holds, or the size does not divide over the replicas.
   """
   num_replicas = 1 if mesh is None else mesh.shape.get(replicas, 1)
   if micro_batch_size < 1 or micro_batch_size % num_replicas:

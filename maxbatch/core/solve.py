@@ -15,8 +15,7 @@ multiple of its microbatch. The three unknowns, and the keys that give each of t
     per-device batch    per_device_batch_size, micro_batch_size
     k                   gradient_accumulation_steps, micro_batch_size=none (k = 1)
 
-Two of the three give the third. With fewer, k is 1 first, and then the per-device batch is
-DEFAULT_PER_DEVICE_BATCH_SIZE.
+Two of the three give the third; with fewer, k is 1, then b DEFAULT_PER_DEVICE_BATCH_SIZE.
 
 Example: batch_size=512 micro_batch_size=16 on 8 devices with ici_tensor_parallelism=2. D = 8 and
 G = 4, so micro_batch_to_train = 8 · 16 = 128, r = 128 / 4 = 32 samples per group, and
@@ -306,8 +305,7 @@ def splits_of(batch: int, topology: Topology) -> list[tuple[Fraction, int]]:
   """Returns every way to divide a batch into equal microbatches, ascending in the samples of one.
 
   Returns:
-    Samples per device, and the number of microbatches; nothing where the data-parallel groups do
-    not get whole samples.
+    Samples per device and number of microbatches; none where data-parallel groups share samples.
   """
   rows, rest = divmod(batch, topology.num_batch_groups)
   if rest or not rows:
@@ -316,8 +314,7 @@ def splits_of(batch: int, topology: Topology) -> list[tuple[Fraction, int]]:
 
 
 def nearest_batches(batch: int, topology: Topology) -> list[int]:
-  """Returns the batches next to `batch` that divide over the data-parallel groups; itself if it
-  does."""
+  """Returns the nearest batches that divide over the data-parallel groups; itself if it does."""
   unit = topology.num_batch_groups
   if batch % unit == 0:
     return [batch]

@@ -121,8 +121,7 @@ class Chat:
     return self._ids(self._render(messages, add_generation_prompt=True))
 
   def end_of_answer(self) -> int | None:
-    """Returns the special token with which the template ends what an assistant says, if there is
-    one."""
+    """Returns the special token with which the template ends an assistant's words, if any."""
     asked = [{"role": "user", "content": "?"}]
     text = self._render([*asked, {"role": "assistant", "content": _ANSWER}])
     after = self._ids(text.rpartition(_ANSWER)[2])
@@ -133,8 +132,7 @@ class Chat:
     return self._inner.encode(plain, add_special_tokens=False).ids
 
   def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[_Span]]:
-    """Renders the conversation; returns its text and the spans by assistants that are trained
-    on."""
+    """Renders the conversation; returns its text and the spans that are trained on."""
     text = self._render(messages)
     if not self.completion_only:
       return text.replace(_BEGIN, "").replace(_END, ""), []
@@ -219,8 +217,7 @@ def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
 
 
 def _template(tokenizer: HuggingFaceTokenizer) -> str:
-  """Returns the template beside the vocabulary: a file of its own, or part of the tokenizer's
-  settings."""
+  """Returns the template beside the vocabulary: in its own file, or in the tokenizer's settings."""
   own = tokenizer.file.path.with_name("chat_template.jinja")
   settings = own.with_name("tokenizer_config.json")
   try:

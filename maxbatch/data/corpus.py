@@ -78,8 +78,7 @@ def build_corpus(
 
 @contextlib.contextmanager
 def _copied(parts: Split, recipe: Recipe, eval_recipe: Recipe, folder: Path) -> Iterator[Split]:
-  """Yields the documents, those in an object store with a place for copies, which is removed at the
-  end."""
+  """Yields the documents, those of an object store with a place for copies, removed at the end."""
   if not (is_url(recipe.sources.path) or is_url(eval_recipe.sources.path)):
     yield parts
     return

@@ -58,8 +58,7 @@ def split(sources: Sources, eval_fraction: float) -> Split:
   left out. Where no name says so, the split goes by share of bytes, see `_by_share`.
 
   Args:
-    eval_fraction: the share of bytes to hold out; 0: no validation, and what names keep out of
-      training is left out.
+    eval_fraction: the share of bytes to hold out; 0: none, and what names hold out is left out.
   """
   if sources.kind == "stdlib":
     return _by_share(sources.files, eval_fraction, sources.size_bytes)
@@ -82,8 +81,7 @@ def described(documents: Sequence[Document]) -> str:
 
 
 def sizes_by_name(documents: Sequence[Document]) -> dict[str, int]:
-  """Returns the bytes of each document's file, by its name; of very many files, all in one
-  entry."""
+  """Returns the bytes of each document's file by its name; of very many, all in one entry."""
   if len(documents) > _MOST_LISTED:
     return {f"{len(documents):,} files": sum(each.file.size_bytes for each in documents)}
   return {_name(document): document.file.size_bytes for document in documents}
@@ -270,8 +268,7 @@ def _split(name: str, key: str, folder: str, columns: Columns) -> Sources:
 
 
 def of_name(data: DataConfig) -> Given:
-  """Returns a dataset that the datasets library finds by name, downloads and keeps as Arrow
-  files."""
+  """Returns a dataset that the datasets library finds by name and keeps as Arrow files."""
   train = _loaded(data, "train_split", data.train_split, data.hf_train_files, train_columns(data))
   if not (data.hf_eval_split or data.hf_eval_files):
     return Given(train, None, "hf_eval_split")

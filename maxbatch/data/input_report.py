@@ -1,7 +1,6 @@
 """The input function report: what is known of a run's data before a row of it is read.
 
-Files are listed and the token cache is looked at; nothing is made. What would hold up a run, or leave
-hosts without work, is named.
+Nothing is made. What would hold up a run, or leave hosts without work, is named.
 """
 
 import contextlib
@@ -50,8 +49,7 @@ def tokenize_rate(
   seconds: float,
   clock: Callable[[], float] = time.perf_counter,
 ) -> TokenizeRate:
-  """Tokenizes documents until `seconds` are over, or all are done. Raises UserError: a document
-  cannot be read; names it."""
+  """Tokenizes documents for `seconds`, or all. Raises UserError: names one that cannot be read."""
   began = clock()
   sink = _Sink(lambda: clock() - began > seconds)
   with contextlib.suppress(_EnoughError):
@@ -214,8 +212,7 @@ def given_files(data: DataConfig) -> Iterator[tuple[str, DataConfig, Given]]:
 def shards_of(
   data: DataConfig, tokenizer: Tokenizer, given: Given
 ) -> tuple[list[ShardJob], list[ShardJob]]:
-  """Returns the shards of the token cache for training, and those for validation; see
-  `shard_jobs`."""
+  """Returns the token cache's shards for training, and for validation; see `shard_jobs`."""
   folder = token_caches(data.dataset_cache_directory)
   sources, validation = given.train, given.validation
   parts = with_validation(sources, validation) if validation else split(sources, data.eval_fraction)

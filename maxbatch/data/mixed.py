@@ -207,8 +207,7 @@ def _phases(
 
 
 def _whole(where: str, names: Sequence[str], weights: Sequence[Fraction]) -> tuple[int, ...]:
-  """Returns the weights as whole numbers. Raises UserError where shares are too small to be kept
-  exactly."""
+  """Returns the weights as whole numbers. Raises UserError: a share is too small."""
   if not any(weights):
     raise UserError(f"{where}: all weights are 0; at least one source needs a weight above 0")
   whole = whole_weights(weights)
@@ -251,8 +250,7 @@ def build(
 ) -> Dataset:
   """Builds the mixture of the datasets that `build_one` makes of each source's path.
 
-  Validation is by source, unless a key names one set for all. Raises UserError: a source cannot be
-  used; names it.
+  Validation is by source, unless a key names a set for all. Raises UserError: names a bad source.
   """
   datasets: dict[str, Dataset] = {}
   for name, path in zip(mixed.mixture.names, mixed.paths, strict=True):

@@ -47,8 +47,7 @@ _BLOCK = 4096
 SMALLEST_SHARE = Fraction(1, 2**20)
 """A block is as long as the rarest source needs, and takes about a microsecond per sample."""
 LARGEST_TOTAL = 2**40
-"""Largest total of whole weights, so that products of a block's length and a weight are 64-bit
-numbers."""
+"""Largest total of whole weights: a block's length times a weight is then a 64-bit number."""
 
 
 def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
@@ -76,8 +75,7 @@ class ExactShares:
     self._length = total * periods if total <= _BLOCK else max(_BLOCK, rarest)
 
   def __call__(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the source int64[R] of each of the samples int64[R], and its index within that
-    source."""
+    """Returns the sources int64[R] of samples int64[R], and their indices within these."""
     sources, indices = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
     numbers = samples // self._length
     for number in np.unique(numbers):
@@ -98,8 +96,7 @@ class ExactShares:
 
 @functools.lru_cache(maxsize=8)
 def _block(weights: tuple[int, ...], length: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the source uint16[L] of every sample of block `number`, and its index int64[L] within
-  it."""
+  """Returns the source uint16[L] of every sample of a block, and its index int64[L] within it."""
   begin = number * length
   done, end = _done(weights, begin), _done(weights, begin + length)
   release, deadline, source = _jobs(weights, begin, length, done, end)
@@ -126,8 +123,7 @@ def _block(weights: tuple[int, ...], length: int, number: int) -> tuple[np.ndarr
 def _jobs(
   weights: tuple[int, ...], begin: int, length: int, done: Sequence[int], end: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns release and deadline, in samples since `begin`, and source of the block's jobs,
-  int64[L] each."""
+  """Returns the jobs' release and deadline, in samples since `begin`, and source, int64[L] each."""
   total, parts = sum(weights), []
   for source, weight in enumerate(weights):
     current, fraction = divmod(begin * weight, total)
@@ -234,8 +230,7 @@ class Mixture:
     return given
 
   def __call__(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the source int64[R] of each of the samples int64[R], and its index within that
-    source."""
+    """Returns the sources int64[R] of samples int64[R], and their indices within these."""
     sources, indices = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
     numbers = np.searchsorted([phase.first_sample for phase in self.phases], samples, "right") - 1
     for number in np.unique(numbers):
@@ -293,8 +288,7 @@ class MixedRows(JoinedRows):
     }
 
   def report(self, samples: int) -> str:
-    """Says how many of the first `samples` samples each source has given, and how many epochs that
-    is."""
+    """Says how many of the first `samples` each source has given, and how many epochs that is."""
     counts, epochs = self.mixture.counts(samples), self.epochs(samples).items()
     parts = [
       f"{name} {count:,} ({count / max(samples, 1):.2%}, {float(number):.2f} epochs)"

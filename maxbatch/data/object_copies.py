@@ -56,9 +56,8 @@ def copies_in(folder: Path) -> Iterator[None]:
 
 
 def copy_objects(key: str, documents: Sequence[Document]) -> None:
-  """Copies the objects that the documents lie in, each once, whoever else needs it too. Raises
-  UserError: the store does not answer, an object has changed or is damaged, or a copy cannot be
-  written."""
+  """Copies the objects that the documents lie in, each once for all who need it. Raises UserError:
+  the store does not answer, an object has changed or is damaged, or a copy cannot be written."""
   files = {each.file.copy: each.file for each in documents if is_object(each.file)}
   for group in _groups([file for file in files.values() if not _is_there(file)]):
     copy = Path(group[0].copy)

@@ -74,9 +74,8 @@ class OpenStore:
 
   @classmethod
   def of(cls, key: str, url: str) -> Self:
-    """Opens the store that `url`, the value of the configuration key `key`, names. Raises
-    UserError: there is none of that kind, the URL names no bucket, or its package is not
-    installed."""
+    """Opens the store that `url`, the value of `key`, names. Raises UserError: there is none of
+    that kind, no bucket is named, or a package is missing."""
     scheme = url.partition(_SEPARATOR)[0]
     if scheme not in STORES:
       known = ", ".join(f"{name}://" for name in STORES)
@@ -104,8 +103,7 @@ class OpenStore:
     return [self._object(info) for info in files if not info["name"].endswith("/")]
 
   def read(self, ranges: Sequence[Range]) -> list[bytes]:
-    """Reads all ranges, requested at once. Raises UserError: the store does not answer, refuses to,
-    or sends something else."""
+    """Reads all ranges, requested at once. Raises UserError: the store does not send them."""
     contents: dict[int, bytes] = {}
 
     def read_missing() -> None:

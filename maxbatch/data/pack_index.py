@@ -110,8 +110,7 @@ def _divided(
 
 
 def _fit(sizes: np.ndarray, length: int, fit: Fit, group: int) -> np.ndarray:
-  """Returns a row for each of the sizes int[D] below `length`, numbered by group and then by
-  opening."""
+  """Returns a row for each of the sizes int[D] below `length`, numbered by group, then opening."""
   num_groups = -(-len(sizes) // group)
   sizes_GN = np.zeros((num_groups, group), np.int32)
   sizes_GN.reshape(-1)[: len(sizes)] = sizes

@@ -6,8 +6,7 @@ that it uses and those that it sends, and one compiled program of collective per
 All processes must dispatch it in the same order as their other programs, so it is left to the
 thread that dispatches those: `stage` can run in any thread, what it returns cannot.
 
-Rows that are sent take their checksums along, for the step to check. Others are checked here, right
-before they go to the devices.
+Rows that are sent take checksums along for the step to check; others are checked right here.
 
 B rows of a microbatch, b of a block, T tokens per row, C the capacity of a step's array in
 microbatches, K those that are sent; W the 32-bit numbers of a row: all its arrays, one after the
@@ -83,8 +82,7 @@ class RowPlacement:
     return columns_of_blocks(self.plan.blocks_read.get(process, ()), self._block_size)
 
   def microbatches(self, used: int, capacity: int) -> int:
-    """Returns how many microbatches a process reads into: as many as are used, or all if none is
-    sent.
+    """Returns how many microbatches a process reads: as many as are used, or all if none is sent.
 
     A power of two, so that few programs are compiled when the batch grows.
     """
@@ -158,8 +156,7 @@ class RowPlacement:
     return self._global((capacity, self.num_rows, *trail), part)
 
   def _global(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray]) -> jax.Array:
-    """Returns the array [C, B, …] of blocks [C, b, …], or [B, …] without the dimension of
-    microbatches."""
+    """Returns the array [C, B, …] of blocks [C, b, …], or [B, …] without microbatches."""
     dim = self.row_dim
 
     def local(index: tuple[slice, ...] | None) -> np.ndarray:

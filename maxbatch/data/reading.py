@@ -93,8 +93,7 @@ class ReadPlan:
     return len(self.bounds) - 1
 
   def __getitem__(self, index: int) -> np.ndarray:
-    """Returns the samples int64[R] of load number `index` that belong to this process,
-    ascending."""
+    """Returns the samples int64[R] of load `index` that are this process's, ascending."""
     begin, end = self.bounds[index], self.bounds[index + 1]
     return self.steps.samples_between(begin, end, self.columns)
 
@@ -102,8 +101,7 @@ class ReadPlan:
 class StepReader:
   """Iterates over steps: arrays [K, R, …] of a process's rows; microbatches beyond k are 0.
 
-  K is what `microbatches` makes of k and C. A process that reads no row opens no file for them, and
-  starts no worker.
+  K is what `microbatches` makes of k and C. A process that reads no row opens no file.
   """
 
   def __init__(
@@ -182,8 +180,7 @@ class StepReader:
     return load
 
   def _stack(self, pieces: Sequence[np.ndarray], microbatches: int) -> np.ndarray:
-    """Stacks the pieces' rows into one array [C, R, …], without copying where they already are
-    one."""
+    """Stacks the pieces' rows into one array [C, R, …], without a copy where they are one."""
     length = self._microbatches(microbatches, self._capacity)
     shape = (length, len(self._plan.columns), *pieces[0].shape[1:])
     # Rows from a worker lie in shared memory, of which containers have little: a copy frees it.

@@ -85,8 +85,7 @@ class Sources:
 class Document:
   """The part of a file from the fraction `begin` to the fraction `end`, of its bytes or records.
 
-  A long part is read piece by piece, piece `piece` of `num_pieces`, and is one document all the
-  same where a file is one.
+  A long part is read in `num_pieces` pieces, and is one document all the same where a file is.
   """
 
   file: SourceFile
@@ -97,8 +96,7 @@ class Document:
 
 
 def part_of(document: Document, size: int) -> tuple[int, int]:
-  """Returns first and end of the document in its file of `size` bytes, or records; never an empty
-  part."""
+  """Returns first and end of the document in its file of `size` bytes or records; never empty."""
 
   if size == 0:
     return 0, 0
@@ -286,8 +284,7 @@ def _glob(key: str, path: str, pattern: str) -> Sources:
 
 
 def _stdlib(key: str) -> Sources:
-  """Returns Python's own library, without tests and caches: the same few megabytes of it each
-  time."""
+  """Returns Python's own library, without tests and caches: each time the same megabytes."""
   root = Path(sysconfig.get_path("stdlib"))
   skip = STDLIB_SKIPPED_FOLDERS | {"__pycache__"}
   walk = _walk(key, root, lambda name: name not in skip)

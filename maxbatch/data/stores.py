@@ -34,8 +34,7 @@ class ObjectStore:
   md5: Callable[[Mapping[str, Any]], str]
   """Likewise: the MD5 of its contents, if it says so."""
   has_md5: Callable[[Any, str], bool]
-  """From (file system, object) to whether `md5` is one; some stores say something else in its
-  place."""
+  """From (file system, object) to whether `md5` is one; some stores put something else there."""
   credentials: str
   """Where they are read, for a person who has none."""
 
@@ -149,15 +148,13 @@ def _s3_is_final(error: Exception) -> bool:
 
 
 def _s3_md5(info: Mapping[str, Any]) -> str:
-  """Returns the MD5 of an object; an ETag with a hyphen is none: the object was written in
-  parts."""
+  """Returns an object's MD5; an ETag with a hyphen is none: it was written in parts."""
   tag = str(info.get("ETag", "")).strip('"').lower()
   return tag if re.fullmatch("[0-9a-f]{32}", tag) else ""
 
 
 def _s3_has_md5(system: Any, path: str) -> bool:
-  """Returns whether the ETag is an MD5: with one's own keys or KMS it is of what is stored, not of
-  what is read."""
+  """Returns whether the ETag is an MD5: with own keys or KMS it is of what is stored, not read."""
   bucket, _, key = path.partition("/")
   head = system.call_s3("head_object", Bucket=bucket, Key=key)
   return head.get("ServerSideEncryption", "AES256") == "AES256" and (

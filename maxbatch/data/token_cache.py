@@ -109,8 +109,7 @@ class TokenCache:
   def copy_weights(
     self, starts_P: np.ndarray, lengths_P: np.ndarray, out: np.ndarray, places_P: np.ndarray
   ) -> None:
-    """Copies which tokens count as targets, 1 or 0, likewise; leaves `out` as it is where all
-    do."""
+    """Copies which tokens are targets, 1 or 0, likewise; leaves `out` as it is where all are."""
     if self._has_weights:
       self._copy(operator.attrgetter("weights"), starts_P, lengths_P, out, places_P)
 
@@ -138,8 +137,7 @@ class TokenCache:
   def document_starts(
     self, starts_R: np.ndarray, stops_R: np.ndarray
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the documents that begin in each of the ranges [start, stop) of tokens, one after the
-    other.
+    """Returns the documents that begin in each of the ranges [start, stop) of tokens, in order.
 
     Returns: The range int64[D] that each document begins in, and how far from its start int64[D].
 
@@ -208,8 +206,7 @@ def shard_jobs(
 
 
 def can_be_divided(sources: Sources) -> Callable[[SourceFile], bool]:
-  """Returns a function that tells whether part of a file can be read without all that stands before
-  it."""
+  """Returns a function that tells whether part of a file can be read without what is before."""
   return text.can_be_divided if sources.format == "text" else FORMATS[sources.format].can_be_divided
 
 
@@ -259,8 +256,7 @@ def _file(document: Document) -> tuple[str, str, int, int | str]:
 
 
 def _fingerprint(shards: Sequence[TokenShard]) -> str:
-  """Returns the fingerprint of all tokens one after the other; of very many, of the shards'
-  fingerprints."""
+  """Returns the fingerprint of all tokens in order; of very many, of the shards' fingerprints."""
   if len(shards) == 1 and not shards[0].weights_fingerprint:
     return shards[0].fingerprint
   digest = new_hash()

@@ -74,8 +74,7 @@ def tokenize(
   """Writes the tokens of all documents one after the other, and where each of them begins.
 
   Args:
-    weights_file: if the recipe has weights, receives a byte for each token: 1 if it counts as a
-      target.
+    weights_file: if the recipe has weights, gets a byte for each token: 1 if it is a target.
     report: is given the bytes of each file, or piece of one, when it has been read.
 
   Raises UserError: a document cannot be read, or more records are bad than may be; names it;
@@ -222,8 +221,7 @@ def _add_records(out: _Output, document: Document) -> None:
 def check_unchanged(key: str, file: SourceFile) -> None:
   """Refuses a file that another program has written to since it was listed.
 
-  A copy is checked where it is made, and nobody else writes to it. Raises UserError: it has, or it
-  is gone.
+  A copy was checked when it was made. Raises UserError: it was written to, or is gone.
   """
   if file.copy:
     return
@@ -247,8 +245,7 @@ def _content(record: Record, recipe: Recipe) -> bytes | np.ndarray | Conversatio
 
 
 def _weights(record: Record, content: object) -> np.ndarray | Bad:
-  """Returns which tokens of the document count: 0 or 1 for each of its ids, or one for all of
-  it."""
+  """Returns which tokens of the document count: 0 or 1 for each id, or one for all."""
   value = record.weights
   if isinstance(value, Bad):
     return value

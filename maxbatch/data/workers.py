@@ -96,8 +96,7 @@ def _stop(workers: Sequence[subprocess.Popen]) -> None:
 
 @contextlib.contextmanager
 def tokenizing_progress(part: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-  """Yields a function that takes the bytes read since its last call, and shows how many and how
-  fast.
+  """Yields a function of the bytes read since its last call that shows how many and how fast.
 
   On a terminal a bar; elsewhere a line now and then, if it takes long.
   """

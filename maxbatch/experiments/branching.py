@@ -86,8 +86,7 @@ def plan_branches(base: BranchBase, request: BranchRequest) -> Branching:
   """Plans the requested branches.
 
   Raises:
-    UserError: a batch does not divide over the devices, or the tokens are not whole blocks or are
-      too few.
+    UserError: a batch does not divide over the devices, or the tokens are no or too few blocks.
   """
   factors = sorted(request.factors)
   batches = [_batch(base, factor) for factor in factors]
@@ -123,8 +122,7 @@ def plan_branches(base: BranchBase, request: BranchRequest) -> Branching:
 
 
 def _batch(base: BranchBase, factor: Fraction) -> int:
-  """Returns factor × the batch at the checkpoint, checked to divide over the data-parallel
-  groups."""
+  """Returns factor × the checkpoint's batch, which must divide over the data-parallel groups."""
   groups = base.topology.num_batch_groups
   batch = factor * base.phase.batch
   if batch > MOST_SAMPLES:

@@ -88,8 +88,7 @@ def critical(judged: Sequence[Judged]) -> int:
 def half_width(values: Sequence[float]) -> float:
   """Returns half the 95% confidence interval of the mean of autocorrelated values.
 
-  Neighbouring blocks are not independent: n of them with correlation r between neighbours count as
-  n·(1 − r)/(1 + r).
+  Neighbouring blocks are correlated: n of them with correlation r count as n·(1 − r)/(1 + r).
   """
   count = len(values)
   mean = statistics.fmean(values)

@@ -60,8 +60,7 @@ def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
   """Records in `folder` that its branches start from this checkpoint.
 
   Raises:
-    UserError: the folder's branches start from another checkpoint of the same step, or its record
-      does not tell.
+    UserError: the folder's branches start from another checkpoint, or its record does not tell.
   """
   note = folder / "origin.json"
   if note.exists():

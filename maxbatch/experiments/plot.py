@@ -124,7 +124,6 @@ def _smoothed(one: Judged, branching: Branching) -> tuple[list[float], list[floa
 def _points(
   values: Sequence[float], first: int, branching: Branching
 ) -> tuple[list[float], list[float]]:
-  """Returns the tokens at the ends of the blocks, and the values there; the first is block `first`
-  (from 1)."""
+  """Returns the tokens at the ends of the blocks from `first` (from 1) on, and the values there."""
   ends = [(first + place) * branching.block_tokens for place in range(len(values))]
   return [float(end) for end in ends], list(values)

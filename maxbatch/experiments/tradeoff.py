@@ -45,9 +45,8 @@ class Tradeoff:
 def fit_tradeoff(samples: Numbers, steps: Numbers) -> Tradeoff:
   """Returns the curve by least squares of the relative errors of S.
 
-  The intervals hold every value for which the curve's sum of squares is at most 1 + t²/(N − 2) times
-  the least one: they cover the runs' scatter and what the curve does not describe, but not what all
-  runs have in common.
+  The intervals hold every value for which the curve's sum of squares is at most 1 + t²/(N − 2)
+  times the least one: they cover scatter and misfit, but not what all runs have in common.
 
   Args:
     samples: E of every run.
@@ -99,8 +98,7 @@ def smooth_crossing(
 
   Args:
     samples: since the branch began, at each step.
-    begins: samples that the run had consumed where the branch began; the parabola is over the
-      logarithm of all samples.
+    begins: samples consumed where the branch began; the parabola is over the log of all samples.
   """
   places_N = np.log(begins + np.array(samples, float))
   curve = np.polynomial.Polynomial.fit(places_N, np.array(losses, float), 2)

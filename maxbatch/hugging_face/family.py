@@ -150,9 +150,8 @@ class Family:
     return self.model_types[0]
 
   def options(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the model's keys of our configuration, all of them, from the values of a config.json.
-    Raises UserError: a value that is not computed here, or a key that would be ignored; `where` is
-    the file that it names."""
+    """Returns all keys of our model from the values of a config.json. Raises UserError: a value
+    that is not computed here, or a key that would be ignored; names the file `where`."""
     theirs = ConfigJson(where, self._text(values, where), self.defaults)
     if theirs["quantization_config"] is not None:
       raise theirs.refusal("quantization_config", "take the folder with the weights as trained")
@@ -260,8 +259,7 @@ HEADS = Part(
 
 
 def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
-  """Reads `rope_theta` and `rope_scaling`, or, from transformers 5 on, both in
-  `rope_parameters`."""
+  """Reads `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`."""
   base, new = theirs["rope_theta"], theirs.mapping("rope_parameters")
   key = "rope_parameters" if new else "rope_scaling"
   parameters = new or theirs.mapping("rope_scaling")
@@ -272,8 +270,7 @@ def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
 
 
 def rope_scaling(theirs: ConfigJson, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns our keys for one object of rope parameters; UserError for a type that is not computed
-  here."""
+  """Returns our keys for an object of rope parameters; UserError for a type not computed here."""
   kind = str(values.get("rope_type", values.get("type", "default")))
   given = set(values) - {"rope_type", "type", "rope_theta"}
   if values.get("partial_rotary_factor") == 1:  # All of a head, as transformers 5 spells out.
@@ -325,8 +322,7 @@ def read_layer_types(
   theirs: ConfigJson, window: int | None, kinds: Sequence[str]
 ) -> dict[str, Any]:
   """Returns our keys for a window that the layers of sliding attention have; `kinds` is each
-  layer's. Raises UserError: a layer is of another kind, or there are not as many kinds as
-  layers."""
+  layer's. Raises UserError: other kinds, or not as many as layers."""
   given = theirs["layer_types"]
   if given is not None:
     kinds = given if isinstance(given, list) else ()

@@ -92,8 +92,7 @@ def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[str, Any] | None:
-  """Returns the first key, and its value on the left, in which two models compute differently; or
-  None."""
+  """Returns the first key, and its left value, in which two models compute differently; or None."""
   one, other = _computed(left), _computed(right)
   return next(((key, left[key]) for key in one if one[key] != other[key]), None)
 
@@ -211,8 +210,7 @@ def _shown(value: object) -> str:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-  """Reads the config.json of a folder. Raises UserError: it cannot be read, or is not a JSON
-  object."""
+  """Reads the config.json of a folder. Raises UserError: it cannot be read, or is no object."""
   path = folder / "config.json"
   try:
     values = json.loads(path.read_text(encoding="utf-8"))

@@ -36,8 +36,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def family_of(values: Mapping[str, Any], where: str) -> Family:
-  """Returns the family that a config.json names. Raises UserError: it names none, or one that is
-  not supported."""
+  """Returns the family that a config.json names. Raises UserError: none, or an unknown one."""
   known = {name: family for family in FAMILIES for name in family.model_types}
   model_type = str(values.get("model_type"))
   if model_type not in known:

@@ -61,8 +61,7 @@ class SampledRows:
 def rows_to_measure(
   data: DataConfig, length: int, report: InputReport, seconds: float
 ) -> Iterator[SampledRows]:
-  """Yields the training rows, tokenized if that takes no longer than `seconds`, else those of a
-  part.
+  """Yields the training rows, tokenized if that takes at most `seconds`, else those of a part.
 
   Of an object store all are taken, however long it takes: there is no part before all is copied.
 

@@ -75,8 +75,7 @@ def setting_of(data: DataConfig) -> Setting:
 
 
 def settings_to_measure(given: Setting, num_cores: int) -> list[Setting]:
-  """Returns the configuration's setting, then workers and threads up to the cores, then other
-  buffers.
+  """Returns the configured setting, then workers and threads up to the cores, then buffers.
 
   What matters most comes first: time may not suffice for all.
   """

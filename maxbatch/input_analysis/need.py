@@ -33,8 +33,7 @@ class Need:
 
 
 def from_metrics(path: str, plan: BatchPlan) -> Need:
-  """Reads the need from the steps of an earlier run, of any batch size; the first one, which opens
-  files, is left out.
+  """Reads the need from the steps of an earlier run, of any batch size; the first is left out.
 
   Args:
     path: its folder, or its metrics.jsonl.
@@ -56,8 +55,7 @@ def from_metrics(path: str, plan: BatchPlan) -> Need:
 
 
 def _seconds_of_a_sample(one: Record) -> float:
-  """Returns the seconds that a step took for each sample, without waiting; 0 where its record does
-  not say."""
+  """Returns a step's seconds for each sample, without waiting; 0 where its record does not say."""
   seconds = one["step_seconds"] - one.get("data_wait_seconds", 0.0)
   samples = one.get("global_batch_to_train", 0)
   return seconds / samples if samples > 0 and math.isfinite(seconds) else 0.0

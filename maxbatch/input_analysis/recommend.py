@@ -135,8 +135,7 @@ def _recommendation(one: Measured, loading: Loading, bounds: Bounds) -> Recommen
 
 
 def _buffered(one: Measured, loading: Loading, bounds: Bounds) -> Setting:
-  """Returns the setting with loads ahead for as long as the slowest took, and one that is being
-  read.
+  """Returns the setting with loads ahead for as long as the slowest took, and one more.
 
   Each thread has a load under way.
   """

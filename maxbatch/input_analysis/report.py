@@ -197,8 +197,7 @@ def input_charts(analysis: InputAnalysis) -> list[Chart]:
 
 
 def _settings_chart(analysis: InputAnalysis) -> Chart:
-  """Draws a bar for what a loading host needs, with and without the margin, and for each
-  setting."""
+  """Draws bars: what a loading host needs, with and without the margin, and each setting."""
   consumed, margin = analysis.found.needed_per_second, analysis.bounds.margin
   needed = {"the step": consumed, f"the step × {margin:g}": margin * consumed}
   read = {_name(one.setting): one.samples_per_second for one in analysis.measured}

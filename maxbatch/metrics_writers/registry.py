@@ -35,8 +35,7 @@ _LONGEST = 40
 
 
 def run_identity(folder: Path) -> str:
-  """Returns an identity that is the same at every start of a run in this folder, and another one
-  for other folders."""
+  """Returns an identity that is the same at every start of a run in this folder alone."""
   name = re.sub(r"[^A-Za-z0-9_-]", "-", folder.name)[:_LONGEST]
   return (
     f"{name}-{hashlib.sha256(str(folder.absolute()).encode(errors='replace')).hexdigest()[:12]}"
@@ -133,8 +132,7 @@ WRITERS: Mapping[str, WriterFactory] = {
 
 
 def chosen_writers(names: Sequence[str], plugins: PlugIns = ()) -> dict[str, WriterFactory]:
-  """Returns the writers of these names, beside metrics.jsonl. Raises UserError: one is not known,
-  or metrics.jsonl is left out."""
+  """Returns the writers of these names, beside metrics.jsonl. Raises UserError: one is unknown."""
   known = {JSONL: TensorBoardWriter, **WRITERS}
   results = {name: registered("metrics_writers", name, known, plugins) for name in names}
   if results.pop(JSONL, None) is None:

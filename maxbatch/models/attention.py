@@ -151,8 +151,7 @@ def _contexts(
 
 
 def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
-  """Returns where what a token sees begins: its segment, a run of equal ids, or the window, if
-  later."""
+  """Returns where what a token sees begins: its segment, a run of equal ids, or a later window."""
   places_1T = jnp.arange(length)[None]
   first_BT = jnp.zeros_like(places_1T)
   if segment_ids_BT is not None:
@@ -229,8 +228,7 @@ class Attention(nnx.Module):
   def _flash(
     self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, at: AttentionContext
   ) -> jax.Array:
-    """Attends by a kernel, whose window is compiled: where it is data there are two to choose
-    from."""
+    """Attends by a kernel with a compiled window: where it is data there are two."""
 
     def attend(window: int) -> Callable[..., jax.Array]:
       return functools.partial(
@@ -247,8 +245,7 @@ class Attention(nnx.Module):
 
 
 def _norm(config: ModelConfig, num_heads: int, axis: str) -> Norm | None:
-  """Returns the norm of queries or keys: of each head (Qwen 3), or of all heads together (OLMo
-  2)."""
+  """Returns the norm of queries or keys: of each head (Qwen 3), or of all together (OLMo 2)."""
   if not config.use_qk_norm:
     return None
   if config.qk_norm_across_heads:

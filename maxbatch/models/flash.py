@@ -107,8 +107,7 @@ def _cudnn_obstacle(
 
 
 def has_devices() -> bool:
-  """Returns whether it is known here what the devices are: under a mesh, as in training and
-  evaluation.
+  """Returns whether the devices are known here: under a mesh, as in training and evaluation.
 
   A model called without one, to write a sample of text, multiplies matrices instead.
   """
@@ -177,8 +176,7 @@ def tpu_attention(
   soft_cap: float = 0.0,
   interpret: bool = False,
 ) -> jax.Array:
-  """Computes splash attention of one device's rows and heads; `interpret` runs it, slowly, without
-  a TPU.
+  """Computes splash attention of a device's rows and heads; `interpret` runs it without a TPU.
 
   Rows are padded to whole blocks. The padding comes last, so no token sees it.
   """
@@ -197,8 +195,7 @@ def tpu_attention(
 def _splash_kernel(
   num_heads: int, length: int, window: int, soft_cap: float, *, interpret: bool
 ) -> Callable[..., Any]:
-  """Returns the kernel for one row of `length` tokens; it skips the blocks that the mask leaves
-  empty."""
+  """Returns the kernel for a row of `length` tokens; it skips blocks that the mask leaves empty."""
   if window:
     mask = splash.LocalMask((length, length), window_size=(window - 1, 0), offset=0)
   else:

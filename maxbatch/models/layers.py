@@ -91,8 +91,7 @@ def buffer(value: float, shape: tuple[int, ...], axes: LogicalAxes) -> Buffer:
 
 
 def parameter(rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: LogicalAxes) -> Parameter:
-  """Returns a normally distributed parameter; `build_model` gives it the dtype that it is kept
-  in."""
+  """Returns a normally distributed parameter; `build_model` gives it its stored dtype."""
   return Parameter(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
@@ -250,9 +249,8 @@ def fold(keys_B: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
 def dropout(x_BTD: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
   """Zeroes a share `rate` of the activations of each row and scales up the rest.
 
-  Without keys (evaluation) or at rate 0 the activations pass unchanged. Masks belong to the sample, by
-  keys of (seed, index of the sample, layer, place in the layer): splitting the batch another way
-  changes nothing.
+  Without keys (evaluation) or at rate 0 the activations pass unchanged. Masks belong to the sample,
+  by keys of (seed, sample, layer, place in the layer), however the batch is split.
   """
   if keys_B is None or rate == 0.0:
     return x_BTD

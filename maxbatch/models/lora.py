@@ -1,7 +1,6 @@
 """Which parameters train; LoRA (Hu et al. 2021): matrices of low rank beside frozen ones.
 
-Frozen parameters have neither gradients nor optimizer state. Adapters can be added to any model's
-Projections.
+Frozen parameters have neither gradients nor optimizer state. Any Projection can have adapters.
 """
 
 import dataclasses

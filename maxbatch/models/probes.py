@@ -154,8 +154,7 @@ looked_up_tied.defvjp(
 
 
 def _table_square(ids_T: jax.Array, d_TD: jax.Array) -> jax.Array:
-  """Returns ‖gradient of the table by one row‖²: cotangents of equal ids are summed before
-  squaring."""
+  """Returns ‖gradient of the table by a row‖²: cotangents of equal ids are summed first."""
   order_T = jnp.argsort(ids_T)
   ids_T, d_TD = ids_T[order_T], d_TD[order_T].astype(jnp.float32)
   segments_T = jnp.cumsum(jnp.diff(ids_T, prepend=ids_T[:1]) != 0)
@@ -282,15 +281,13 @@ _observed.defvjp(
 
 
 def given_out(x: jax.Array, policy: Policy, probe: Probe | None) -> jax.Array:
-  """Returns a module's output: `x` in the format of the computation, counted where there is a
-  probe."""
+  """Returns a module's output: `x` in the computation's format, counted where there is a probe."""
   x = policy.cast(x)
   return x if probe is None or probe[...].ndim < EXPONENT_KINDS else _observed(x, probe[...])
 
 
 def histograms(tree: Any, layered: Any) -> Any:
-  """Returns that of every leaf of a tree: float32[N], or [L, N] of leaves that are stacked, by the tree of
-  booleans `layered`."""
+  """Returns that of every leaf of a tree: float32[N], or [L, N] of those stacked by `layered`."""
   return jax.tree.map(
     lambda x, is_stacked: jax.vmap(histogram)(x) if is_stacked else histogram(x), tree, layered
   )

@@ -74,8 +74,7 @@ class LayeredModel(LanguageModel, Protocol):
   def apply_layers(
     self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None, first: jax.Array | int
   ) -> jax.Array | Outputs:
-    """Applies the layers bound, as many as there are, the first of which is layer `first` of the
-    model."""
+    """Applies the layers bound, the first of which is layer `first` of the model."""
     ...
 
   def normalize(self, x_BTD: jax.Array) -> jax.Array:
@@ -173,13 +172,11 @@ class Model:
     return bool(jax.tree.leaves(self.abstract_probes))
 
   def init(self, key: jax.Array) -> Parameters:
-    """Makes fresh parameters; run it under jit with shardings, so that no device ever holds all of
-    them."""
+    """Makes fresh parameters; run it under jit with shardings, so that no device holds them all."""
     return nnx.to_pure_dict(self.create(key)[1])
 
   def bind(self, parameters: Parameters, probes: Parameters | None = None) -> LanguageModel:
-    """Returns the model with these parameters, ready to be called; probes only to differentiate by
-    them."""
+    """Returns the model with these parameters, to be called; probes to differentiate by them."""
     state = jax.tree.map(lambda leaf: leaf, self.abstract)
     nnx.replace_by_pure_dict(state, parameters)
     measured = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_probes)
@@ -219,8 +216,7 @@ class Model:
       return jax.eval_shape(handed_out, self.shapes(), rows)
 
   def axes(self) -> dict[tuple[str, ...], LogicalAxes]:
-    """Returns the logical axes of every parameter by its path; stacked layers have `layers` in
-    front."""
+    """Returns every parameter's logical axes by its path; stacked layers have `layers` in front."""
     return {path: _axes(variable) for path, variable in _flat(self.abstract).items()}
 
 
@@ -295,8 +291,7 @@ def build_model(
   Args:
     config: its shape.
     max_target_length: tokens of a row.
-    probes: which of the probes it offers are kept, if what they measure trains; the others cost
-      nothing.
+    probes: which of its probes are kept, if what they measure trains; others cost nothing.
     trainable: patterns of the parameters that train; none: all, or the adapters.
     policy: in which formats it keeps and computes.
 

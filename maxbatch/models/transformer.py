@@ -55,8 +55,7 @@ _EMBEDDING_STD = 0.02
 
 
 class Block(nnx.Module):
-  """One layer: attention and feed-forward, each normalized before or after, or both, and added to
-  the stream."""
+  """One layer: attention and feed-forward, each normalized before, after or both, and added up."""
 
   policy: Policy = PLAIN
 
@@ -220,8 +219,7 @@ class Transformer(nnx.Module):
 
   @jax.named_scope("head")
   def output_matrix(self) -> jax.Array:
-    """Returns the matrix (D, V) from hidden states to logits, in the format of the computation,
-    laid out as it is stored."""
+    """Returns the matrix (D, V) from hidden states to logits, in the computation's format."""
     return self.policy.cast(self.embedding[...].T if self.head is None else self.head[...])
 
   def output_probe(self) -> jax.Array | TiedProbe | None:
@@ -318,8 +316,7 @@ def _cached_layers(stacked: Block, config: ModelConfig) -> Callable[..., tuple[j
 
 
 def _unstack(parameters: nnx.State, length: int) -> list[nnx.State]:
-  """Splits stacked parameters layer by layer; unlike indexing, that has one concatenation as its
-  gradient."""
+  """Splits stacked parameters by layer; unlike indexing, with one concatenation as its gradient."""
   leaves, structure = jax.tree.flatten(parameters)
   pieces = [jax.lax.split(leaf, (1,) * length, axis=0) for leaf in leaves]
   return [

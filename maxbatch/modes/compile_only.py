@@ -120,8 +120,7 @@ def _traced(resolved: ResolvedRun, source: RowSource) -> str:
 
 
 def _writable(folder: Path) -> str:
-  """Checks that the folder can be made and written, as far as the nearest one that is there
-  tells."""
+  """Checks that the folder can be made and written, by the nearest one that is there."""
   there = nearest(folder)
   try:
     with tempfile.TemporaryFile(dir=there) as file:
@@ -135,8 +134,7 @@ def _writable(folder: Path) -> str:
 
 
 def _disk_space(config: Config, plan: BatchPlan, state: Mapping[str, Any], folder: Path) -> str:
-  """Checks that there is disk space for the checkpoints that stay, and for one more while it is
-  written.
+  """Checks the disk space for the checkpoints that stay, and for one more while it is written.
 
   Raises:
     UserError: there is not, and the run is to take place on this machine.

@@ -163,8 +163,7 @@ def find_initialization(config: CheckpointConfig, folder: RunFolder) -> Initiali
 
 
 def resumed_state(config: Config, trainer: Trainer, restored: Restored) -> TrainState:
-  """Restores the state of a run's own checkpoint; frozen parameters that it does not hold are read
-  again.
+  """Restores the state of a run's own checkpoint; frozen parameters it lacks are read again.
 
   Raises:
     UserError: they are not where they were, or not the same any more.
@@ -181,8 +180,7 @@ def resumed_state(config: Config, trainer: Trainer, restored: Restored) -> Train
 def saving_frozen(
   trainer: Trainer, saved: Mapping[str, Any] | None, initialization: Initialization
 ) -> Trainer:
-  """Returns the trainer, whose checkpoints hold the frozen parameters unless they can be had
-  elsewhere.
+  """Returns the trainer; its checkpoints hold frozen parameters unless these are elsewhere.
 
   Args:
     trainer: with nothing said of it.

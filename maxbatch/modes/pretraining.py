@@ -296,8 +296,7 @@ def resolve_micro_batch_size(
 def _sized(
   config: Config, target: Target, *, smallest: bool, retune: bool
 ) -> tuple[Config, BatchPlan, Sequence[str]]:
-  """Returns the same, or with the smallest size; and lines about what is then still to be
-  chosen."""
+  """Returns the same, or with the smallest size; and lines about what is still to choose."""
   plan, notes = None, ()
   if not is_open(config.batch):
     plan = plan_batches(config.batch, config.run, target.layout)
@@ -311,8 +310,7 @@ def _sized(
 
 
 def _with_smallest_size(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:
-  """Returns the configuration with a microbatch to check, and a line if that is still to be
-  chosen."""
+  """Returns the configuration with a microbatch to check, and a line if it is still to choose."""
   config = without_variants(config)
   if not is_open(config.batch):
     return config, ()

@@ -177,8 +177,7 @@ def _checkpointer(prepared: Prepared, run_log: RunLog) -> Checkpointer:
 
 
 def _restore(prepared: Prepared, checkpointer: Checkpointer) -> _Start:
-  """Restores the newest good checkpoint of the run's folder, or the initialization, and plans from
-  there."""
+  """Restores the newest good checkpoint of the run, or the initialization, and plans from there."""
   config, plan, trainer = prepared.config, prepared.plan, prepared.trainer
   restored, position = None, prepared.initialization.position
   if config.checkpoint.enable_checkpointing:
@@ -343,8 +342,7 @@ def _complete_records(log: MetricsLog, restored: Restored) -> None:
 def _compile_and_init(
   prepared: Prepared, start: _Start, programs: StepPrograms
 ) -> tuple[TrainState, EvalStep | None]:
-  """Returns state and compiled functions, made side by side: compiling leaves the interpreter
-  free."""
+  """Returns state and compiled functions, made side by side: compiling frees the interpreter."""
   plan, trainer, dataset = start.plan, start.trainer, prepared.dataset
   pool = ThreadPoolExecutor(2)
   try:

@@ -223,8 +223,7 @@ class PrecisionReport:
 def precision_report(
   config: Config, job: Job, folder: RunFolder, position: Position
 ) -> PrecisionReport | None:
-  """Returns the report of a run, of the first microbatch from `position` on; None unless it is
-  asked for."""
+  """Returns the report of a run's first microbatch from `position` on; None unless asked for."""
   if not config.precision.precision_report:
     return None
   with job.train_rows(job.plan, position) as loader:

@@ -41,8 +41,7 @@ from maxbatch.run_folder.paths import RunFolder
 
 @contextlib.contextmanager
 def process_log(path: Path, *, speaks: bool) -> Iterator[None]:
-  """Copies what this process prints inside this context to the file at `path`, and at the end what
-  ended it.
+  """Copies what this process prints inside this context to the file `path`, and what ended it.
 
   So is what libraries write past Python: a line of each of a thousand processes hides all others.
 
@@ -190,8 +189,7 @@ def _keys(config: Config) -> dict[str, object]:
 
 
 def _installation() -> dict[str, object]:
-  """Returns Python, packages, what the environment tells the compiler, and a hash of each of our
-  files."""
+  """Returns Python, packages, the compiler's environment, and a hash of each of our files."""
   versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
   package = Path(__file__).parents[1]
   sources = {

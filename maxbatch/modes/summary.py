@@ -152,8 +152,7 @@ def _show(when: str, text: str) -> None:
 
 
 def sample_text(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
-  """Returns the prompt and a text that goes on from it, the same at every call, which nothing but
-  its length ends."""
+  """Returns the prompt and a text that goes on from it, the same at every call, of fixed length."""
   config, tokenizer = resolved.config, build_tokenizer(resolved.config.data)
   params, mesh = on_fewest_devices(trainer.by_layer(params), trainer.mesh, num_texts=1)
   length, model = config.run.generate_length, trainer.model

@@ -90,8 +90,7 @@ def _predicted_by(calibration: Calibration) -> str:
 
 
 def _meaning(scale: Interval, batch: int) -> str:
-  """Says whether the batch is below, in or above the efficient range, if the whole interval
-  agrees."""
+  """Says whether the batch is below, in or above the efficient range, if all of the interval is."""
   above = batch > scale.high
   if scale.low <= 0:
     smaller = "above that: a smaller one would save data"
@@ -113,8 +112,7 @@ def place(scale: Interval, batch: int) -> str:
 
 
 def _change(scale: Interval, batch: int, factor: float) -> tuple[str, str]:
-  """Returns relative changes of data and steps with `factor` times the batch, such as 28% and
-  36%."""
+  """Returns changes of data and steps with `factor` times the batch, such as 28% and 36%."""
   costs = [cost_of_change(batch, factor, part) for part in (scale.value, scale.low, scale.high)]
   return (
     percent([abs(cost.data - 1) for cost in costs]),

@@ -96,8 +96,7 @@ class Controller:
     self._losses.append(loss)
 
   def decide(self, position: Position, batch: int, estimate: Estimate) -> Decision:
-    """Decides the batch of the steps from `position` on, where a step took `batch` samples until
-    now."""
+    """Decides the batch from `position` on, where a step took `batch` samples until now."""
     objection = self._objection(position, batch, estimate)
     if objection:
       self._agreeing = 0
@@ -285,8 +284,7 @@ class Steering:
   def restore(self, content: Mapping[str, Any], position: Position) -> None:
     """Restores the state that `as_dict` gave, for a run that is resumed at `position`.
 
-    A state of a dry run is dropped in a real one, and the reverse: the batches it decided on were
-    not trained with.
+    A dry run's state is dropped in a real one, and the reverse: its batches were not trained with.
     """
     if content["is_dry"] != self.is_dry:
       return

@@ -71,8 +71,7 @@ def _each(interval: Interval, change: Callable[[float], float]) -> Interval:
 
 
 def _effects(scale: Interval, sampling: float, now: _Sizes) -> str:
-  """Says what other sizes would take: of one key alone, and of as many completions if that
-  helps."""
+  """Says what other sizes would take: of one key, and of as many completions if that helps."""
   P, G = now
   fewer, more = [_Sizes(P // 2, G), _Sizes(P, G // 2)], [_Sizes(2 * P, G), _Sizes(P, 2 * G)]
   others = fewer if scale.high < P else more

@@ -49,8 +49,7 @@ def prompt_moments(
     prompts: P.
     generations: G, even.
     share: Σ (weight of a microbatch / weight of the step)², as in `moments`.
-    halves: Σ |part of half of the completions of each prompt of a microbatch|², over both halves of
-      all microbatches.
+    halves: Σ |part of half of each prompt's completions|², over both halves of all microbatches.
     small: Σ |part of a microbatch|², each of whole groups.
     big: |the whole|².
   """

@@ -65,8 +65,7 @@ def _text(entry: Forward | Backward | None, with_repeat: bool) -> str:
 
 
 def chrome_trace(table: Timetable, title: str) -> str:
-  """Returns the trace in Google's "Trace Event Format", as JSON: one process and a thread per
-  stage."""
+  """Returns the trace in Google's "Trace Event Format", as JSON, with a thread per stage."""
   times = tick_times(table, _MICROSECONDS)
   events: list[dict[str, Any]] = [_metadata("process_name", 0, title)]
   events += [

@@ -69,8 +69,7 @@ def pipeline_of(config: Config, layout: Topology, plan: BatchPlan) -> Pipeline:
 
 
 def _accompanying_keys(config: Config, layout: Topology) -> Iterator[Keys]:
-  """Yields nothing, then the microbatches left open, the layers, a small batch, no ramp, other
-  layers."""
+  """Yields nothing, then open microbatches, the layers, a small batch, no ramp, other layers."""
   yield {}
   yield {"num_pipeline_microbatches": -1}
   yield _OPEN
@@ -140,8 +139,7 @@ def _forwarding_delay(config: PipelineConfig) -> int:
 
 
 def _stage_offers(config: Config) -> Iterator[Keys]:
-  """Yields 2, 4 or 3 stages, with other layers if these do not divide over them, and devices for
-  them."""
+  """Yields 2, 4 or 3 stages, with other layers if these do not divide, and devices for them."""
   layers, mesh = config.model.base_num_decoder_layers, config.mesh
   others = {
     "ici_data_parallelism": mesh.ici_data_parallelism,

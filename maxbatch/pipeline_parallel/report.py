@@ -118,8 +118,7 @@ class PipelineReport:
     )
 
   def _buffer(self, held: Sequence[int], used: Sequence[int]) -> str:
-    """Describes slots and bytes of a buffer: as one program runs everywhere, all stages have the
-    most."""
+    """Describes slots and bytes of a buffer: as one program runs everywhere, all have the most."""
     slots = max(used)
     capacity = slots * input_bytes(self.config, self.pipeline)
     return (
@@ -224,8 +223,7 @@ def _input_slots(pipeline: Pipeline) -> int:
 
 
 def _imbalance(model: ModelConfig, pipeline: Pipeline) -> str:
-  """Describes the imbalance of matrix products with weights; attention scores are equal on all
-  stages."""
+  """Describes the imbalance of products with weights; attention is equal on all stages."""
   head = model.base_emb_dim * model.vocab_size
   layers = pipeline.repeats * pipeline.layers * _layer_weights(model)
   alone = imbalance([layers] * (pipeline.stages - 1) + [layers + head])

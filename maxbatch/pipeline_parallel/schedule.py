@@ -30,8 +30,7 @@ WITH_REPEATS = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
 
 
 def assign_slots(table: Timetable) -> Timetable:
-  """Assigns slots for inputs and gradients, as few as possible, to a timetable that must have no
-  fault.
+  """Assigns slots for inputs and gradients, as few as possible, to a faultless timetable.
 
   An input occupies its slot from the tick in which it arrives to the tick of its backward; the input
   from the embedding is there when its forward runs. A gradient does so from its arrival to its
@@ -222,8 +221,7 @@ def _all_microbatches(shape: TimetableShape) -> BufferLimits:
 
 
 def _in_flight(shape: TimetableShape) -> BufferLimits:
-  """Returns the in-flight microbatches of 1F1B: those from a stage's first forward to its first
-  backward.
+  """Returns 1F1B's in-flight microbatches: from a stage's first forward to its first backward.
 
   Their number does not depend on the number of microbatches.
   """

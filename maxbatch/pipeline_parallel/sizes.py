@@ -37,8 +37,7 @@ _SCOPE = "tick_"
 class PassCosts:
   """Time of one forward and one backward of one model chunk, in any unit.
 
-  A backward has two matrix products for each one of the forward. The bubble of the schedules does
-  not depend on this ratio.
+  A backward has two products for each of the forward; the schedules' bubble does not depend on it.
   """
 
   forward: int = 1
@@ -134,8 +133,7 @@ class Pipeline:
     repeats: rounds of a microbatch through them.
     layers: layers of one stage in one repeat.
     num_pipeline_microbatches: pieces of one microbatch of gradient accumulation.
-    num_microbatches: microbatches of gradient accumulation in one timetable: all of a step, or 1
-      where they are streamed.
+    num_microbatches: of gradient accumulation in a timetable: all of a step, or 1 if streamed.
     max_num_microbatches: the same for the largest step of the batch schedule.
     timetables: timetables of a step: 1, or its microbatches where they are streamed.
     rows: samples of one pipeline microbatch in each data-parallel group.

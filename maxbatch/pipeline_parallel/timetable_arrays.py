@@ -1,8 +1,7 @@
 """A timetable as arrays [ticks, stages], which the compiled program reads.
 
 Every buffer of a stage has one slot more than the schedule needs, the last one, for values that are
-not used: a stage that is idle or receives nothing reads and writes there, so that all stages run
-the same program.
+not used: idle stages read and write there, so that all stages run the same program.
 """
 
 import dataclasses
@@ -80,8 +79,7 @@ def buffer_capacity(pipeline: Pipeline) -> BufferLimits:
 def step_arrays(pipeline: Pipeline, num_microbatches: int) -> TimetableArrays:
   """Returns the timetable of a step, padded to the length that all steps of the run share.
 
-  0 microbatches of gradient accumulation give a timetable without ticks, with which the rest of a step
-  is timed alone.
+  0 microbatches give a timetable without ticks, with which the rest of a step is timed alone.
   """
   if num_microbatches == 0:
     return step_arrays(pipeline, pipeline.max_num_microbatches)._replace(num_ticks=np.int32(0))

@@ -280,8 +280,7 @@ def _narrowest_pixels(chart: Chart) -> float:
 
 
 def _font_pixels(words: Sequence[str], pixels: float) -> int:
-  """Returns the size in which the words have room in so many pixels; 0 where they would not be
-  legible."""
+  """Returns the size in which the words fit so many pixels; 0 where they would not be legible."""
   if not words:
     return 0
   size = int(pixels / (_LETTER * max(map(len, words))))

@@ -49,8 +49,7 @@ class LossScaling:
     return f"loss scale {kind} {self.initial:g}"
 
   def begin(self, noted: Mapping[str, float] | None = None) -> LossScale:
-    """Returns the scale of the first step, or of the one after the step of which `noted` is the
-    `note`.
+    """Returns the scale of the first step, or of the one after the step that `noted`.
 
     A scale that is fixed, or beyond bounds that have changed since, is what the keys say.
     """

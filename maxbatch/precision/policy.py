@@ -20,9 +20,8 @@ from maxbatch.precision.formats import FLOAT16, FLOAT32, FORMATS, Format, comput
 def rounded(x: jax.Array, to: Format) -> jax.Array:
   """Returns float32 numbers as the nearest of a narrower format, of two equally near the even one.
 
-  Numbers beyond its range become infinite, as IEEE 754 does it: a run then sees that they were. Those
-  below its normal numbers become its subnormal ones, which jax.lax.reduce_precision alone would set
-  to zero.
+  Numbers beyond its range become infinite, as in IEEE 754, so that a run sees it. Those below its
+  normal numbers become its subnormal ones, which jax.lax.reduce_precision alone would set to zero.
   """
   normal = jax.lax.reduce_precision(x, to.exponent_bits, to.mantissa_bits)
   # Both products are exact: by powers of two, of numbers that float32 holds with bits to spare.
@@ -32,8 +31,7 @@ def rounded(x: jax.Array, to: Format) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def emulated(x: jax.Array, to: Format) -> jax.Array:
-  """Rounds as `rounded` does, and the gradient likewise, as where arrays have the format's
-  dtype."""
+  """Rounds as `rounded`, and the gradient likewise, as if arrays had the format's dtype."""
   return rounded(x, to)
 
 
@@ -89,8 +87,7 @@ class Policy:
   """How updated weights are rounded where their format is narrower than the update."""
 
   def cast(self, x: jax.Array) -> jax.Array:
-    """Casts a weight or an activation to the format of the computation, and its gradient
-    likewise."""
+    """Casts a weight or activation to the computation's format, and its gradient likewise."""
     x = x.astype(self.compute.carrier)
     return emulated(x, self.compute) if self.compute.is_emulated else x
 

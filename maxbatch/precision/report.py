@@ -72,8 +72,7 @@ class Exponents:
 
 
 def best_shift(results: Sequence[Exponents], to: Format) -> int:
-  """Returns the exponent of the largest loss scale at which no gradient overflows, with a bit to
-  spare."""
+  """Returns the exponent of the largest loss scale without overflow, with a bit to spare."""
   largest = [each.largest for each in results if each.kind in _SCALED and each.largest is not None]
   return to.largest_exponent - 1 - max(largest) if largest else 0
 

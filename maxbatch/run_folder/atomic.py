@@ -34,8 +34,7 @@ _ROOM_BYTES = 2**28
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-  """Yields a file to write to, which replaces `path` once it is on disk; after an error nothing is
-  left.
+  """Yields a file to write to, which replaces `path` once on disk; after an error none is left.
 
   Its folder is made if need be. Who may read it follows from the umask: not made by tempfile, whose
   files nobody else may read. Several processes may write the same path; the last one wins. Raises
@@ -58,8 +57,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-  """Yields a folder to write to, which is renamed to `folder` at the end; after an error nothing is
-  left.
+  """Yields a folder to write to, renamed to `folder` at the end; after an error none is left.
 
   What a process that was killed has left under the temporary name is removed by the next one. Two
   must not write the same folder at once.
@@ -80,8 +78,7 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-  """Writes a file, text in UTF-8, as `replacing` does. Raises OSError: it cannot be written; `path`
-  is as it was."""
+  """Writes a file, text in UTF-8, as `replacing` does. Raises OSError; `path` is then as it was."""
   with replacing(path) as file:
     file.write(content.encode() if isinstance(content, str) else content)
 
@@ -103,8 +100,7 @@ def nearest(folder: Path) -> Path:
 
 
 def elsewhere(path: Path) -> str:
-  """Returns `, for example base_output_directory=…`, which can be written where `path` cannot; or
-  nothing."""
+  """Returns `, for example base_output_directory=…`, writable where `path` is not; or nothing."""
   for folder in (Path("runs"), Path.home() / "runs", Path(tempfile.gettempdir()) / "runs"):
     there = nearest(folder.absolute())
     is_other = not path.absolute().is_relative_to(folder.absolute())

@@ -117,14 +117,12 @@ def is_run(folder: Path) -> bool:
 
 
 def glance_at(folder: Path) -> RunHistory:
-  """Reads a run as `read_history` does, of metrics.jsonl only the end: enough for a line, and quick
-  for long runs."""
+  """Reads a run as `read_history`, of metrics.jsonl only the end: quick, and enough for a line."""
   return _read(folder, most_bytes=_GLANCE_BYTES)
 
 
 def runs_below(folder: Path) -> list[Path]:
-  """Returns the folders of runs in a folder, itself included, by their names; branches of runs
-  too."""
+  """Returns the folders of runs in a folder, with itself and branches, by their names."""
   results = [folder, *(path for depth in _DEPTHS for path in folder.glob(depth))]
   return sorted(path for path in results if path.is_dir() and is_run(path))
 

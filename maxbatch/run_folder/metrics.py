@@ -116,8 +116,7 @@ class Curves:
   """Appends points to the curves of one folder."""
 
   def __init__(self, folder: pathlib.Path, first: int, report: Callable[[str], None]):
-    """Opens TensorBoard's files, which drop what earlier writers of the folder have at step `first`
-    or later.
+    """Opens TensorBoard's files, which drop what earlier writers have from step `first` on.
 
     `report` receives a line whenever something cannot be written; it is written later. Raises
     OSError: the folder cannot be made, or no file in it.
@@ -165,8 +164,7 @@ class TensorBoardWriter:
   """All curves over steps, and some over samples and tokens too."""
 
   def __init__(self, opening: Opening):
-    """Goes on after the last record. Raises OSError: the folders cannot be made, or no files in
-    them."""
+    """Goes on after the last record. Raises OSError: folders or files cannot be made."""
     paths, last = RunFolder(opening.folder), opening.last
     self._over_steps = Curves(paths.tensorboard, opening.first, opening.report)
     # Apart: TensorBoard drops every curve of a folder from one and the same number on.
@@ -377,8 +375,7 @@ class NoEventLog(EventLog):
 
 
 def readable_events(folder: Path) -> Iterator[Event | None]:
-  """Yields the events of a run, in order; None for each line that is none. Raises OSError: the file
-  is there and cannot be read."""
+  """Yields a run's events in order; None for a line that is none. Raises OSError if it cannot."""
   path = RunFolder(folder).events
   if not path.is_file():
     return

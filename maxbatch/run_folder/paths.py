@@ -105,8 +105,7 @@ def token_caches(dataset_cache_directory: str) -> Path:
 
 
 def compiled_programs(jax_cache_dir: str) -> Path:
-  """Returns the folder of compiled programs: the key's value, or a folder of the user's if it is
-  empty."""
+  """Returns the folder of compiled programs: the key's value; if empty, one of the user's."""
   return _given_or_own(jax_cache_dir, "compiled")
 
 

@@ -66,8 +66,7 @@ class Progress:
       self.say(f"step {step}/{self._steps}  {_figures(record)}")
 
   def data_wait(self) -> str:
-    """Says how much of the time of the steps shown this process has waited for its rows; empty for
-    none."""
+    """Says how much of the time of the steps shown this process has waited for rows; or nothing."""
     if not self._num_steps:
       return ""
     share = self._waited_seconds / self._seconds

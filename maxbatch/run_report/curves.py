@@ -49,8 +49,7 @@ class _Drawing:
     self._most = min(MOST_POINTS, share // 4 * 4)
 
   def panels(self, names: Sequence[str]) -> Iterator[Panel]:
-    """Yields the panels in the order in which one looks at them; what is not known by name comes
-    last."""
+    """Yields the panels in the order in which one looks at them; unknown names come last."""
     evaluations = [name for name in names if name.startswith("eval/loss")]
     parts = [name.removeprefix("eval/loss").strip("/") for name in evaluations]
     labels = [f"validation, {part}" if part else "validation" for part in parts]
@@ -131,8 +130,7 @@ class _Drawing:
     return marks
 
   def _bands(self, run: RunHistory, low: Curve, high: Curve) -> list[Band]:
-    """Returns the interval, and the batches at which another one changes little, as advice.py has
-    it."""
+    """Returns the interval, and the batches at which another changes little (advice.py)."""
     # On a logarithmic axis what is not above 0 has no place.
     known = np.flatnonzero(low.values > 0)
     places = known[thinned(high.values[known], self._most)] if len(known) else known

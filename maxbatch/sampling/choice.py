@@ -23,8 +23,7 @@ class Choice:
   top_k: int = 0
   """Only this many of the most likely tokens; 0: all."""
   top_p: float = 1.0
-  """Only the smallest set of most likely tokens with this total probability (nucleus sampling,
-  Holtzman et al. 2020); 1: all."""
+  """Only the smallest set of likely tokens with this probability (Holtzman et al. 2020); 1: all."""
   min_p: float = 0.0
   """Only tokens with at least this fraction of the highest probability (Nguyen et al. 2024); 0: all."""
 
@@ -51,8 +50,7 @@ def choose(
   *,
   of_kept: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Chooses the next token of each row; returns it, its log-probability, and which tokens it was
-  chosen from.
+  """Chooses each row's next token; returns it, its log-probability, and what it was chosen from.
 
   Args:
     logits_BV: float32, −∞ where a token is not allowed.

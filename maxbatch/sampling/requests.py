@@ -138,8 +138,7 @@ _GENERATION = "generation_config.json"
 
 
 def config_of_folder(folder: Path, arguments: Sequence[str]) -> Config:
-  """Loads the configuration of a folder's model, with its tokenizer, and rows as long as it is made
-  for.
+  """Loads the configuration of a folder's model, with its tokenizer and its longest rows.
 
   Args:
     arguments: keys on top of what the folder says.

@@ -156,8 +156,7 @@ def traced_prefill(
 def traced_write(
   sampler: Sampler, params: Parameters, num_texts: int, places: int, cache: Cache
 ) -> jax.stages.Traced:
-  """Traces the program that writes token after token; see `traced_prefill`, which gives the
-  cache."""
+  """Traces the program that writes token after token into `traced_prefill`'s cache."""
   until = jax.ShapeDtypeStruct((), np.int32)
   texts, state = abstract_texts(sampler, num_texts, places)
   return _write.trace(sampler, params, texts, state, cache, until)
@@ -191,8 +190,7 @@ def abstract_texts(sampler: Sampler, num_texts: int, places: int) -> tuple[Any, 
 def on_fewest_devices(
   params: Parameters, mesh: Mesh, num_texts: int
 ) -> tuple[Parameters, Mesh | None]:
-  """Returns the parameters with which so many texts are written, and the mesh over which they lie,
-  if any.
+  """Returns the parameters with which so many texts are written, and their mesh, if any.
 
   Where every device has all of them, and the texts do not divide, one device does as much alone.
   """

@@ -18,8 +18,7 @@ from maxbatch.sampling.choice import Choice, Vocabulary
 from maxbatch.sampling.sampler import Prompts
 
 _MULTIPLE = 16
-"""The places of prompts are multiples of this: prompts of similar lengths share a compiled
-program."""
+"""The places of prompts are multiples of this: similar lengths share a compiled program."""
 _INCOMPLETE = "\ufffd"
 
 
@@ -34,8 +33,7 @@ def choice_of(run: RunConfig) -> Choice:
 
 
 def encoded(tokenizer: Tokenizer, prompt: str, *, add_bos: bool) -> list[int]:
-  """Returns the ids of a prompt; those of an empty one begin a document, whatever `add_bos`
-  says."""
+  """Returns the ids of a prompt; an empty one begins a document, whatever `add_bos` says."""
   # Where the locale is not UTF-8, Python hands on what it cannot read as surrogates.
   typed = tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist()
   return [tokenizer.bos_id, *typed] if add_bos or not typed else typed
@@ -78,8 +76,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = (
 
 
 def text_after(tokenizer: Tokenizer, prompt: Ids, ids: Ids) -> str:
-  """Returns the text of `ids` as it goes on after a prompt: a tokenizer may drop the first one's
-  space."""
+  """Returns the text of `ids` after a prompt: a tokenizer may drop the first one's space."""
   before, both = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
   return both.removeprefix(before) if both.startswith(before) else tokenizer.decode(ids)
 

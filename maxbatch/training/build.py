@@ -209,8 +209,7 @@ def _trained_axes(model: Model) -> dict[tuple[str, ...], LogicalAxes]:
 
 
 def _microbatches_per_update(config: Config, plan: BatchPlan) -> optax.Schedule | int:
-  """Returns how many dispatches MultiSteps sums up: one when fused, else the microbatches of each
-  phase."""
+  """Returns how many dispatches MultiSteps sums: one when fused, else a phase's microbatches."""
   if not streams(config):
     return 1
   # Where a plan begins is no part of the program: a resumed run takes the same one.
@@ -244,7 +243,7 @@ def undivided_parameters(trainer: Trainer) -> list[str]:
 
 
 def lost_updates(model: Model) -> list[str]:
-  """Says what training loses to the rounding of its weights, in lines; none where it loses nothing."""
+  """Says what training loses to the rounding of its weights, in lines; none if nothing."""
   if not _rounds_updates(model) or model.policy.weight_rounding == "stochastic":
     return []
   return [
@@ -367,8 +366,7 @@ def _row_placement(trainer: Trainer, plan: BatchPlan, micro_batch: int) -> RowPl
 def eval_rows(
   config: Config, plan: BatchPlan, trainer: Trainer, dataset: Dataset
 ) -> Sequence[EvalRows]:
-  """Returns the validation rows, by source where each has its own; empty without validation
-  data."""
+  """Returns the validation rows, by source where each has its own; none without data."""
   shape = (plan.eval_batch, config.batch.max_target_length)
   place = sharding(("batch", None), shape, trainer.mesh)
 

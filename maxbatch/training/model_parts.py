@@ -101,8 +101,7 @@ class ModelParts:
     return jax.tree.map(jnp.sum, cross_entropy_parts(*rows, options, None, scale))
 
   def with_twice_the_heads(self, length: int) -> "ModelParts":
-    """Returns the model with twice the heads and feed-forward width, for rows of `length`
-    tokens."""
+    """Returns the model with twice the heads and feed-forward width, for rows of `length`."""
     config = self.model.config
     wider = dataclasses.replace(
       config,

@@ -309,8 +309,7 @@ class NoiseMeter:
     return record | self._figures()
 
   def total(self) -> Estimate:
-    """Returns the noise scale of the whole model, measured or predicted; else of whole
-    microbatches."""
+    """Returns the whole model's noise scale, measured or predicted; else by microbatches."""
     result = (
       self._tracker.predicted_total() if self._gns == "norm" else self._tracker.estimate(TOTAL)
     )
@@ -333,8 +332,7 @@ class NoiseMeter:
       self._tracker, self._tokens_per_sample = tracker, content["tokens_per_sample"]
 
   def _figures(self) -> Record:
-    """Returns the scales that are known, by group, in samples; of the whole with what is known
-    about it."""
+    """Returns the known scales by group, in samples; of the whole with what is known about it."""
     estimates = self._tracker.estimates()
     record: Record = {
       f"gns/{name}": each.scale.value for name, each in estimates.items() if each.scale

@@ -255,8 +255,7 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig, Axes], optax.GradientTransforma
 
 
 def _decayed(params: Any) -> Any:
-  """Returns True for matrices and tables, False for the scales and biases that weight decay would
-  harm."""
+  """Returns True for matrices and tables, False for scales and biases, which decay would harm."""
   return _map_by_path(lambda path: path[-1] not in _UNDECAYED, params)
 
 
@@ -291,8 +290,7 @@ def make_optimizer(
 
 
 def _on_float32(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """Shows `rule` float32 parameters: some (Adafactor) keep their moments in the parameters'
-  dtype."""
+  """Shows `rule` float32 parameters: some (Adafactor) keep moments in the parameters' dtype."""
   rule = optax.with_extra_args_support(rule)
 
   def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -64,8 +64,7 @@ def of_squares(x: jax.Array, axes: LogicalAxes, lead: int = 0) -> jax.Array:
 
 
 def in_one(tree: Tree, of_all: Callable[[jax.Array], jax.Array]) -> Tree:
-  """Returns what `of_all` makes of all leaves (…, F, S) of a tree at once, as one array (N, F,
-  S)."""
+  """Returns what `of_all` makes of all leaves (…, F, S) of a tree, as one array (N, F, S)."""
   leaves, structure = jax.tree.flatten(tree)
   lead = [leaf.shape[:-2] for leaf in leaves]
   sizes = [math.prod(shape) for shape in lead]
@@ -98,8 +97,7 @@ def joined_sums(sums: Tree, others: Other) -> tuple[Tree, Other]:
 
 
 def _padded(x: jax.Array) -> jax.Array:
-  """Pads: what one device holds for all counts as the first one's: (…, F or 1, S or 1) → (…, F,
-  S)."""
+  """Pads: what a device holds for all counts as the first's: (…, F or 1, S or 1) → (…, F, S)."""
   sizes = auto_axis_sizes()
   widths = [(0, sizes[name] - size) for name, size in zip(_AXES, x.shape[-2:], strict=True)]
   return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + widths)

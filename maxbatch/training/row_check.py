@@ -45,8 +45,7 @@ def check_rows(
   """Checks what the dispatches of a step found, or the batches of an evaluation.
 
   Args:
-    wrong: `first_wrong_row` of each dispatch, one if the step is fused, else one per microbatch; or
-      what the host has found.
+    wrong: `first_wrong_row` of each dispatch, one if fused, else one per microbatch; or the host's.
     where: `step 3` or `validation`, for the message.
     first_sample: of the step.
     micro_batch: rows of a microbatch.

@@ -67,8 +67,7 @@ class OutputGradients(NamedTuple):
 def layers_vjp(
   parts: ModelParts, rest: FlatParams, stage_input: StageInput
 ) -> tuple[Outputs, Callable[[OutputGradients], tuple[FlatParams, jax.Array]]]:
-  """Returns the layers' outputs, and the vjp: from their gradients to those of the parameters that
-  train and of the input."""
+  """Returns the layers' outputs, and the vjp to gradients of trained parameters and input."""
 
   def apply(layers: FlatParams, x_RTD: jax.Array) -> tuple[OutputGradients, Outputs]:
     layers = stage_input.layers | layers
@@ -154,8 +153,7 @@ def _with_twice_the_heads(
 
 
 def _mesh_without_tensor() -> AbstractMesh:
-  """Returns the mesh with tensor=1 and as many devices, the others as stages: shapes do not depend
-  on those."""
+  """Returns the mesh with tensor=1, the other devices as stages: shapes do not depend on those."""
   mesh = jax.sharding.get_abstract_mesh()
   sizes = mesh.shape | {"tensor": 1, "stage": mesh.shape["stage"] * mesh.shape["tensor"]}
   return mesh.update(axis_sizes=tuple(sizes[name] for name in mesh.axis_names))

@@ -137,9 +137,8 @@ class StateParts:
 def abstract_state(parts: StateParts, mesh: Mesh, *, optimizer_on_host: bool = False) -> TrainState:
   """Returns shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
 
-  Optimizer state is divided as its parameters are (training/optimizer.py); counters and
-  sums are on every device. With `optimizer_on_host` the optimizer's arrays are in the memory of the
-  devices' hosts.
+  Optimizer state is divided as its parameters are (training/optimizer.py); counters and sums are on
+  every device. With `optimizer_on_host` its arrays are in the hosts' memory.
 
   Raises:
     UserError: optimizer state that is large and cannot be divided.
@@ -192,8 +191,7 @@ def state_initializer(parts: StateParts, abstract: TrainState) -> Callable[[jax.
 def state_beginner(
   parts: StateParts, abstract: TrainState
 ) -> Callable[[jax.Array, Parameters], TrainState]:
-  """Returns a function from a random key and loaded parameters, which are used up, to a state that
-  begins with them.
+  """Returns a function from a random key and loaded parameters, which are used up, to their state.
 
   Parameters that were not loaded, such as new adapters, are fresh.
   """
@@ -205,8 +203,7 @@ def state_beginner(
 
 
 def to_save(state: TrainState, *, keeps_frozen: bool = True) -> dict[str, Any]:
-  """Returns the part of the state that outlives a step: sums and accumulators are zero between
-  steps.
+  """Returns the part of the state that outlives a step: between steps sums are zero.
 
   `keeps_frozen`: whether the frozen parameters are among them.
   """

@@ -220,8 +220,7 @@ class Trainer:
   def from_saved(
     self, saved: dict[str, Any], loss_scale: Mapping[str, float] | None = None
   ) -> TrainState:
-    """Returns the state that `to_save` came from, of what it gave and the frozen parameters if it
-    had none.
+    """Returns the state that `to_save` came from, of what it gave and the frozen parameters.
 
     `loss_scale` is what a checkpoint notes of it; None where it begins anew.
     """

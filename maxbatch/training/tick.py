@@ -159,9 +159,8 @@ class PipelineStage:
 
     Returns the state and the input of this tick's forward.
 
-    This is at the beginning of a tick and not at the end of the previous one, so that every write
-    to a buffer depends on a result of the read before it. Otherwise XLA copies the buffer in every
-    tick.
+    This begins a tick and does not end the previous one, so that every write to a buffer depends on
+    the read before it. Otherwise XLA copies the buffer in every tick.
     """
     onward = [(stage, (stage + 1) % self.pipeline.stages) for stage in range(self.pipeline.stages)]
     backward = [(next_stage, stage) for stage, next_stage in onward]

@@ -75,8 +75,7 @@ _MAGIC = b"ARROW1"
 
 
 def _arrow_size(key: str, file: SourceFile) -> int:
-  """Returns the number of rows, by the headers of all batches: their contents are mapped and not
-  read."""
+  """Returns the number of rows, by the headers of all batches: the contents are not read."""
   with _opened_arrow(key, file, is_mapped=True) as (_, batches):
     return sum(batch.num_rows for batch in batches)
 
@@ -103,8 +102,7 @@ def _read_arrow(
 def _opened_arrow(
   key: str, file: SourceFile, *, is_mapped: bool = False
 ) -> Iterator[tuple[Any, Iterator[Any]]]:
-  """Opens a file; yields its schema and its batches. If they are mapped, all that was read stays in
-  memory."""
+  """Opens a file; yields its schema and batches. If mapped, all that was read stays in memory."""
   pyarrow, ipc = library("pyarrow", file.path), library("pyarrow.ipc", file.path)
   open_file = pyarrow.memory_map if is_mapped else pyarrow.OSFile
   with (

@@ -56,8 +56,7 @@ class RecordFormat:
   can_be_divided: Callable[[SourceFile], bool]
   """Whether a part can be read without all that stands before it."""
   next_cut: Callable[[str, SourceFile, int], int] = lambda key, file, place: place
-  """From (key, file, place) to the first place from there on before which nothing has to be
-  read."""
+  """From (key, file, place) to the first place from there on that can be read by itself."""
   named: Callable[[str, SourceFile, int], str] = lambda key, file, place: f"record {place}"
   """From (key, file, place) to how a person finds that record; from 0, as libraries count."""
 

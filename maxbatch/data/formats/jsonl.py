@@ -97,8 +97,7 @@ def _value(record: dict[str, Any] | Bad, column: str) -> Any:
 
 
 def _named(key: str, file: SourceFile, place: int) -> str:
-  """Names a record by the number of its line from 1, as editors count, found by reading up to
-  it."""
+  """Names a record by its line from 1, as editors count, found by reading up to it."""
   line, position = 1, 0
   with _opened(key, file) as stream:
     while position < place and (chunk := stream.read(min(_CHUNK_BYTES, place - position))):

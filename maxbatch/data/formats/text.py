@@ -75,8 +75,7 @@ def text_chunks(key: str, document: Document, start: int, stop: int) -> Iterator
 
 
 def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-  """Yields the same bytes in pieces that end where lines end, or where characters do in a long
-  line."""
+  """Yields the same bytes in pieces that end with a line, or with a character in a long one."""
   pending = b""
   for chunk in chunks:
     end = _last_line_end(pending)

@@ -53,8 +53,7 @@ message_type { name: "Example"
 
 
 def feature(record: bytes, column: str) -> Any:
-  """Returns the bytes, the ids, or what is wrong, of one feature of a serialized
-  tf.train.Example."""
+  """Returns a feature of a serialized tf.train.Example: bytes, ids, or what is wrong."""
   message = library("google.protobuf.message", _WHAT)
   try:
     features = example_class().FromString(record).features.feature

@@ -75,8 +75,7 @@ def build(data: DataConfig) -> TiktokenTokenizer:
 
 
 def _ranks(content: bytes) -> dict[bytes, int]:
-  """Reads the tokens with their ranks. Raises ValueError if a line is not one, or a rank is
-  missing."""
+  """Reads the tokens with their ranks. Raises ValueError: a line or rank is wrong."""
   ranks: dict[bytes, int] = {}
   for number, line in enumerate(content.splitlines(), start=1):
     token, _, rank = line.partition(b" ")

@@ -198,8 +198,7 @@ class FileTokenizer(abc.ABC):
     return np.array(ids, np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
   def decode(self, ids: Ids) -> str:
-    """Returns the text of `ids`; broken UTF-8 becomes U+FFFD, ids of no token stand for no text.
-    See `Tokenizer.decode`."""
+    """Returns the text of `ids` (`Tokenizer.decode`); broken UTF-8 becomes U+FFFD."""
     numbers = np.asarray(ids).reshape(-1).tolist()
     return self.text_of([id_ for id_ in numbers if 0 <= id_ < self.vocab_size])
 

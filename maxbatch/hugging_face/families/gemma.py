@@ -24,8 +24,7 @@ from maxbatch.hugging_face.model_keys import ConfigJson
 
 
 def alternating(default_pattern: int) -> Part:
-  """Puts windows in all layers but every n-th, n given by sliding_window_pattern where it may
-  be."""
+  """Puts windows in all layers but every n-th, n from sliding_window_pattern if given."""
 
   def read(theirs: ConfigJson) -> dict[str, Any]:
     given = theirs["sliding_window_pattern"]
@@ -127,8 +126,7 @@ GEMMA2 = Family(
 
 
 def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
-  """Reads the rope parameters of the layers with a window, which are never scaled, and of the
-  others.
+  """Reads the rope parameters of layers with a window, never scaled, and of the others.
 
   As keys beside each other, or, from transformers 5 on, all in `rope_parameters`.
   """

@@ -16,8 +16,7 @@ def _read_sizes(theirs: ConfigJson) -> dict[str, Any]:
 
 
 def _read_dropout(theirs: ConfigJson) -> dict[str, Any]:
-  """Reads training's dropout, which is not the model's: that of the attention weights has no
-  counterpart here."""
+  """Reads training's dropout; that of the attention weights has no counterpart here."""
   theirs["attn_pdrop"]
   if theirs["embd_pdrop"] != theirs["resid_pdrop"]:
     raise theirs.refusal("embd_pdrop", "must be the same as resid_pdrop, as in dropout_rate")
