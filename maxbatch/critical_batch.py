@@ -127,9 +127,7 @@ class Request:
   """What is to be measured."""
 
   config: Config
-  """That of the run."""
   step_folder: pathlib.Path
-  """The checkpoint."""
   factors: tuple[Fraction, ...]
   options: BranchArguments
 
@@ -296,7 +294,6 @@ def _origin(experiment: Experiment) -> Origin:
 
 
 def _introduce(request: Request, experiment: Experiment) -> None:
-  """Prints what is compared with what."""
   origin, branching = _origin(experiment), experiment.branching
   options, rule = request.options, experiment.coupling
   share, tokens = text(options.smoothing), f"{branching.window_tokens:,} tokens"

@@ -18,7 +18,6 @@ def plan_chart(plan: BatchPlan, rate: LearningRate) -> Chart:
 
 
 def _batches(plan: BatchPlan) -> list[tuple[float, float]]:
-  """Returns the corners of the staircase."""
   return [
     (samples, phase.batch)
     for phase in plan.phases

@@ -55,7 +55,6 @@ def block_indices(
   """Yields the indices that divide an array along its first dim into parts of moderate size.
 
   Args:
-    shape: of the whole array.
     rows_together: parts are multiples of so many rows, however large.
   """
   if not shape:
@@ -234,7 +233,6 @@ def write_tensors(
   """Writes tensors into a folder that has none, one file after the other, and their index last.
 
   Args:
-    specs: the tensors, in the order in which they are written.
     values: all their values in the same order, in parts of which each belongs to one tensor.
     max_file_bytes: more than that is in several files; a larger tensor has one of its own.
 

@@ -72,7 +72,6 @@ def _topics() -> Iterator[str]:
 
 
 def _keys(topic: str) -> Iterator[str]:
-  """Yields the keys of a topic, or of all."""
   for name, section in sections().items():
     if topic in (name, _ALL):
       yield from ("", section.heading.capitalize())

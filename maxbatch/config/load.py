@@ -57,7 +57,6 @@ def suggested_fixes(
   """Returns the first offers that work, at most three, as they are written on a command line.
 
   Args:
-    config: what does not work.
     offers: changes to try, the nearest first; those that change nothing are passed over.
     beside: further changes; the first of them with which any offer works is the one taken.
     is_valid: whether a configuration works.

@@ -36,7 +36,6 @@ def library(name: str, what: str, extra: str = "data") -> Any:
   """Imports the module `name` of an optional package.
 
   Args:
-    name: as in an import statement.
     what: what needs it, for the message: a key and its value, or a file.
     extra: the extra of maxbatch that installs it.
 
@@ -155,7 +154,6 @@ class PlugIn:
   name: str
   """`module:attribute`."""
   keys: type
-  """Declares its keys."""
 
   @property
   def given(self) -> str:

@@ -230,7 +230,6 @@ def _read_list(node: yaml.Node, types: tuple[object, ...]) -> tuple[object, ...]
 
 
 def _read_item(node: yaml.Node, annotation: object) -> object:
-  """Reads one item of a list, within its range."""
   demanded = _Type(annotation)
   value, name = _read(node, demanded), demanded.note(FileName)
   if demanded.range is not None and not demanded.range.holds(typing.cast(float, value)):
@@ -335,7 +334,6 @@ def _type_message(entry: Entry, annotation: object, near: str) -> str:
 
 
 def _choice(choice: object) -> str:
-  """Returns a choice as it is written."""
   return str(choice) or '""'
 
 

@@ -121,7 +121,6 @@ _WORDS = {
 
 
 def _keys(**given: Any) -> BatchKeys:
-  """Returns the keys with exact numbers."""
   for key, allowed in _WORDS.items():
     if given[key] not in allowed:
       raise UserError(
@@ -184,7 +183,6 @@ def derive(keys: BatchKeys, topology: Topology, build: Build | None = None) -> B
 
   Args:
     keys: the sizes, the schedule and the budget as they are given.
-    topology: the devices.
     build: makes the phases of a schedule that SCHEDULES does not have.
 
   Raises:

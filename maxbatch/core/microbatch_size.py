@@ -35,7 +35,6 @@ class SizeChoice:
   """What a device has, or may use; None: not known."""
 
   def __str__(self) -> str:
-    """Returns a table with one line for each size."""
     limit = "" if self.memory_bytes is None else f" of {self.memory_bytes / _MIB:,.1f}"
     lines = [f"{'size':>8} {'MiB' + limit:>24} {'ms':>10} {'samples/s':>12}"]
     for one in self.tried:

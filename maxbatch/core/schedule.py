@@ -231,7 +231,6 @@ def make_schedule(inputs: ScheduleInputs, build: Build | None = None) -> BatchSc
   """Returns the run's schedule. Every phase is checked, also those that the budget does not reach.
 
   Args:
-    inputs: keys, sizes and devices.
     build: makes the phases; None: the schedule of SCHEDULES that the keys name.
 
   Raises:

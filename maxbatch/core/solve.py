@@ -138,8 +138,6 @@ def whole_micro_batch(
   """Returns num_devices × per-device batch; every data-parallel group must get a whole number of samples.
 
   Args:
-    given: the per-device batch.
-    topology: the devices.
     batch: the global batch, if given: only sizes that divide it are suggested.
     accumulation: gradient accumulation steps, likewise.
 
@@ -207,7 +205,6 @@ def nearest_multiples(unit: Fraction | int, near: Fraction) -> list[Fraction]:
 
 
 def _integers_around(value: Fraction) -> tuple[int, int]:
-  """Returns the integers below and above a value that is not an integer."""
   return math.floor(value), math.floor(value) + 1
 
 
@@ -293,7 +290,6 @@ def fitting_micro_batch(micro_batch: int, batch: int, topology: Topology) -> int
   Args:
     micro_batch: samples per microbatch, a multiple of the data-parallel groups.
     batch: samples per step, likewise.
-    topology: the devices.
   """
   if batch % micro_batch == 0:
     return micro_batch

@@ -166,7 +166,6 @@ class ChainedLoader(Iterator[Rows]):
     self._clock, self._waited = clock, 0.0
 
   def __next__(self) -> Rows:
-    """Returns the next step; see `Loader`."""
     began = self._clock()
     staged = self._next_staged()
     self._waited += self._clock() - began

@@ -70,7 +70,6 @@ class Branching:
   micro_batch: int
   per_device_batch_size: Fraction
   tokens: int
-  """Tokens of each branch."""
   block_tokens: int
   num_blocks: int
   window_blocks: int

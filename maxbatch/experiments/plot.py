@@ -11,7 +11,6 @@ from maxbatch.experiments.report import CriticalBatchReport
 from maxbatch.plots.chart import Band, Chart, Line, Panel
 
 _FOUND, _LIMIT = 2, 6
-"""Their colors."""
 _EDGE, _HALF = 2**0.3, 2**0.25
 """Beside the smallest and largest batch, and of a limit's line, as factors."""
 _LEAST_MARGIN = 1e-3

@@ -38,9 +38,7 @@ def dot_product_attention(
   """Returns attention (B, T, N, H) of each query to the keys from its first to itself; softmax in float32.
 
   Args:
-    q_BTNH: queries.
     k_BSKH: keys; K divides N.
-    v_BSKH: values.
     first_BT: int32[B or 1, T]: the first key that each query sees. Two comparisons with a number per
       row cost next to nothing; a mask of (B, T, S) made the whole step half as slow again.
     soft_cap: logits become cap·tanh(logit/cap) (Gemma 2); 0: they stay as they are.

@@ -130,9 +130,7 @@ def flash_attention(
   none around it has taken: rows are divided over fsdp and heads over tensor, as everywhere.
 
   Args:
-    q_BTNH: queries.
     k_BSKH: keys, S equal to T.
-    v_BSKH: values.
     segment_ids_BT: tokens see only their own segment; None: each row is one segment.
     window: tokens each token sees, itself included; 0: all before it.
     kernel: what to run on each device; None: what belongs to the mesh's devices.

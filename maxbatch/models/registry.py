@@ -143,7 +143,6 @@ class Model:
   trainable: tuple[str, ...] = ()
   """The patterns of the parameters that train."""
   policy: Policy = PLAIN
-  """In which formats it keeps and computes."""
 
   @functools.cached_property
   def frozen(self) -> frozenset[Path]:
@@ -289,8 +288,6 @@ def build_model(
   """Builds the model that `decoder_block` names.
 
   Args:
-    config: its shape.
-    max_target_length: tokens of a row.
     probes: which of its probes are kept, if what they measure trains; others cost nothing.
     trainable: patterns of the parameters that train; none: all, or the adapters.
     policy: in which formats it keeps and computes.

@@ -73,8 +73,6 @@ def validate(
   Args:
     config: the run, on any devices, those of a slice that is not here too. A microbatch that is to
       be chosen is checked at the smallest size.
-    say: receives the lines.
-    method: how it trains.
 
   Raises:
     UserError: the first check that fails, as the run itself would put it.
@@ -94,7 +92,6 @@ def validate(
 
 
 def _check_prepared(prepared: Prepared, passed: Passed) -> None:
-  """Checks the step, and the folder that the run is to write."""
   resolved, config, plan = prepared.resolved, prepared.config, prepared.plan
   passed(("step", _traced(resolved, prepared.dataset.train), ()))
   check_replaces_nothing(config)
@@ -200,11 +197,6 @@ def _resumable(
 
 def prepare_only(config: Config, *, retune: bool = False, method: Method = PRETRAINING) -> None:
   """Runs validate_only or compile_only: says what it finds, and ends before any training.
-
-  Args:
-    config: the run.
-    retune: choose anew what the keys leave open, whatever is remembered.
-    method: how it trains.
 
   Raises:
     UserError: something in the configuration or the input does not work.

@@ -183,9 +183,7 @@ def saving_frozen(
   """Returns the trainer; its checkpoints hold frozen parameters unless these are elsewhere.
 
   Args:
-    trainer: with nothing said of it.
     saved: the record of the run's newest checkpoint, as which it goes on; None: it begins.
-    initialization: what it then begins with.
   """
   taken = (initialization.source is not None and not initialization.full) or initialization.unseen
   elsewhere = FROZEN in saved.get("notes", {}) if saved else taken and bool(trainer.model.frozen)

@@ -37,9 +37,6 @@ def check_memory(
   """Checks that the run fits, and says what every device holds between steps.
 
   Args:
-    config: the run.
-    plan: its sizes.
-    state: its abstract state.
     devices: those of the run; simulated ones share the memory of the machine.
     beside: bytes that each holds besides, by name.
 

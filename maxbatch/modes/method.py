@@ -86,7 +86,6 @@ class Training(Protocol):
     """Yields the job with the loader and the hooks of this way to train, which end with the context.
 
     Args:
-      job: with what all have.
       restored: the checkpoint that it resumes from; None: it begins.
     """
     ...
@@ -139,9 +138,6 @@ class Method(Protocol):
     """Returns the run with all chosen that was to be chosen on these devices.
 
     Args:
-      config: the run.
-      target: its devices.
-      purpose: what it is prepared for.
       retune: choose anew what the keys leave open, whatever is remembered.
 
     Raises:

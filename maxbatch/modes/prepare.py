@@ -134,13 +134,8 @@ def prepare(
   """Resolves, initializes and builds a run, and checks its memory and its data.
 
   Args:
-    config: the run.
-    target: its devices.
-    method: how it trains.
     purpose: what it is prepared for. Only compiled, it has no data, and the compiler counts its
       memory; only validated, nothing is compiled and no array is put on a device.
-    retune: choose anew what the keys leave open, whatever is remembered.
-    passed: takes note of each check as it passes.
 
   Raises:
     UserError: something in the configuration or the input does not work.

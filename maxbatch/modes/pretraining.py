@@ -67,9 +67,7 @@ def make_noise(
   """Returns what measures, and steers if it is to; None for a run without either.
 
   Args:
-    config: the run.
     plan: its plan from the very beginning.
-    make_meter: makes what measures.
     folder: where decisions are written.
   """
   if not measures_noise(config.noise):
@@ -256,10 +254,8 @@ def with_batch_of(
   """Returns the configuration with the batch of a saved plan, unless keys give another; says so.
 
   Args:
-    config: as its keys say.
     saved: the plan of a checkpoint, as `BatchPlan.as_dict` gave it.
     changed: the keys that have other values than the checkpoint was written with.
-    layout: the devices.
 
   Raises:
     UserError: that batch does not divide over these devices, or not as the keys ask.

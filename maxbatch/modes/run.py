@@ -85,10 +85,7 @@ def run(
   """Prepares, trains and sums up one run; returns its state and position at the end.
 
   Args:
-    config: the run.
-    retune: choose anew what the keys leave open, whatever is remembered.
     advise: end with commands that go on from here; not so where another command sets the budget.
-    method: how it trains.
 
   Raises:
     UserError: something in the configuration or the input does not work.
@@ -309,14 +306,12 @@ def _train_job(
 
 
 def _notes(prepared: Prepared, start: _Start, state: TrainState) -> dict[str, Any]:
-  """Returns what all checkpoints note."""
   if start.restored:
     return {name: note for name, note in start.restored.notes.items() if name == FROZEN}
   return prepared.initialization.notes(start.trainer, state)
 
 
 def _metrics_log(resolved: ResolvedRun, position: Position, run_log: RunLog) -> MetricsLog:
-  """Opens metrics.jsonl, and what metrics_writers names."""
   config = resolved.config
   return MetricsLog(
     resolved.folder.path,

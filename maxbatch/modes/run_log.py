@@ -71,7 +71,6 @@ class Operation:
   count: float
   """Executions in a step of one device."""
   seconds: float
-  """Seconds of these."""
 
 
 @dataclasses.dataclass(frozen=True)

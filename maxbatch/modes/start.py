@@ -123,7 +123,6 @@ def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
   """Joins all processes and starts them alike inside this context, where process 0 alone speaks.
 
   Args:
-    config: as its keys say.
     leaves_files: whether each process has a log in the run's folder.
 
   Raises:

@@ -54,7 +54,6 @@ class SampleTexts:
   """What a run's model writes to its prompt; keeps the latest, and in a file the very first."""
 
   def __init__(self, resolved: ResolvedRun, trainer: Trainer):
-    """Prepares; has not written anything yet."""
     self.latest = ""
     self._resolved, self._trainer = resolved, trainer
 
@@ -74,9 +73,6 @@ def sum_up(
   """Says how far, how well and where.
 
   Args:
-    resolved: the run.
-    plan: its plan.
-    position: where it ended.
     written: what the model wrote last.
     skipped: what to say if every step was skipped.
   """

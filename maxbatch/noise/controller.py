@@ -84,7 +84,6 @@ class Controller:
   """Decides on the batch at decision points; call `observe` with the loss of every step between."""
 
   def __init__(self, limits: ControllerLimits):
-    """Makes a controller without any history."""
     self.limits = limits
     self._agreeing = 0
     self._counted_at_step: int | None = None
@@ -220,7 +219,6 @@ class Steering:
     """Starts with the run's first batch.
 
     Args:
-      config: the limits of the controller.
       plan: the run's plan, from its first step on.
       warmup_samples: the learning rate's warm-up, during which the batch does not change.
     """

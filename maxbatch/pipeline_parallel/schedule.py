@@ -61,7 +61,6 @@ def assign_slots(table: Timetable) -> Timetable:
 
 
 def _lowest_free_slots(intervals: Iterable[Interval]) -> dict[Task, int]:
-  """Returns a slot for every interval."""
   slots: dict[Task, int] = {}
   busy: list[tuple[int, int]] = []
   free: list[int] = []

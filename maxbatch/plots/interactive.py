@@ -36,7 +36,6 @@ _LEGEND_ROW_PIXELS = 23
 _NARROWEST_PIXELS = 3
 """Width of the narrowest bar with a line around it."""
 _SMALLEST_PIXELS, _LARGEST_PIXELS = 6, 10
-"""Sizes of words in bars."""
 
 # The little that bokeh asks its users to write themselves: another column along x, for all lines.
 _SWITCH = """

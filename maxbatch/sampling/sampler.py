@@ -107,7 +107,6 @@ def sample(
   Args:
     sampler: how; over a mesh the rows are filled up to a number that it divides.
     params: the model's parameters, where training has them.
-    prompts: see `Prompts`.
     vocabulary: which tokens may be written, and which end a text.
   """
   *_, last = stream(sampler, params, prompts, vocabulary, sampler.max_new_tokens)

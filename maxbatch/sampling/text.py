@@ -43,8 +43,6 @@ def prompts_of(ids: Sequence[Sequence[int]], seed: int, numbers: Sequence[int]) 
   """Pads prompts on the left.
 
   Args:
-    ids: of each row.
-    seed: of all texts.
     numbers: of each row among those of the same prompt. A text's random key is a function of seed,
       prompt and number alone, so that no other prompt changes what is written.
   """

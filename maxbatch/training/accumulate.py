@@ -42,11 +42,8 @@ def model_accumulate(
   """Returns the function that sums a model's loss and gradients over microbatches.
 
   Args:
-    model: the model.
-    mesh: the devices.
     frozen: the parameters that do not train, of which no gradient is formed; None: there are none.
     measures: what is summed up besides.
-    loss: of a microbatch.
     scale: float32 scalar by which the gradients, not the loss, are multiplied; None: by nothing.
 
   Its sums are in parts (…, F, S), for partial_sums.joined_sums.

@@ -67,11 +67,7 @@ def build_trainer(
   """Builds model, optimizer and mesh, none of which holds an array yet.
 
   Args:
-    config: the run.
-    plan: its batch plan.
-    devices: what it runs on.
     keep: whether later calls may return this one; not while jax traces, when its random key is none.
-    loss: what a step minimizes.
     num_saved_policies: parameters of earlier steps that checkpoints hold as well.
 
   Raises:

@@ -80,9 +80,7 @@ LOSS_SCALE = "loss_scale"
 class StepLoader(Protocol):
   """What brings the arrays that steps are fed, one dispatch after the other."""
 
-  def __next__(self) -> Any:
-    """Returns the batch of the next dispatch."""
-    ...
+  def __next__(self) -> Any: ...
 
   def waited_seconds(self) -> float:
     """Returns how long `next` has waited for it to be made since this was last asked."""

@@ -41,7 +41,6 @@ class LossOptions(NamedTuple):
   tiles: int
   """Tiles of tokens, see `num_tiles`."""
   z_weight: float = 0.0
-  """Weight of the squared log normalizer."""
   soft_cap: float = 0.0
   """Logits become cap·tanh(logit/cap); 0: they stay as they are."""
   metrics: Metrics = NO_METRICS
@@ -64,9 +63,6 @@ def loss_sum(
   """Sums cross entropy (nats) and z-loss over tokens, weighted, float32.
 
   Args:
-    model: the model.
-    parameters: its parameters.
-    rows: a microbatch.
     dropout_key: the run's dropout key; None evaluates without dropout and without z-loss.
   """
   return loss_parts(model, parameters, rows, dropout_key).loss.sum()
@@ -119,12 +115,8 @@ def row_sums(
   """Returns the loss and the metrics of rows, float32[F], and the model's own terms and statistics.
 
   Args:
-    model: the model.
-    parameters: its parameters.
-    rows: a microbatch.
     keys_B: of `row_keys`.
     probes: zeros to differentiate the sum by, if the model has any (models/probes.py).
-    metrics: those whose sums are formed.
     scale: float32 scalar by which the loss's gradients, not the sums, are multiplied.
     is_training: whether z-loss is added.
   """

@@ -53,11 +53,7 @@ def check_skips(
   """Stops a run that skips one step after the other.
 
   Args:
-    scaling: of the run.
     metrics: of a skipped step, on the host.
-    step: its number.
-    loss: its loss.
-    saved: says what is saved.
 
   Raises:
     TrainingDivergedError: as many in a row as the run allows.

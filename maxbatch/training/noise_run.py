@@ -270,7 +270,6 @@ class NoiseMeter:
     """Makes a meter that has seen nothing.
 
     Args:
-      config: windows and intervals.
       model: the model of ordinary steps.
       calibrating: the model of calibration steps, if there are any.
     """

@@ -62,12 +62,8 @@ class Loss(Protocol):
     """Returns the terms, `LOSS` first, and statistics of a microbatch, floats in parts (…, F, S).
 
     Args:
-      model: the model.
-      parameters: all of its parameters.
       microbatch: what the step is fed of it.
-      keys_B: those of `keys`.
       probes: zeros to differentiate by (models/probes.py).
-      metrics: those of `metrics`.
       scale: float32 scalar by which gradients, not the sums, are multiplied
         (precision/loss_scale.py); None: by nothing.
     """

@@ -42,7 +42,6 @@ def parameter_of(path: Sequence[Any], parameters: Collection[Path]) -> Path | No
 
   Args:
     path: jax's path of the leaf, whose keys of dictionaries count.
-    parameters: paths of all parameters.
   """
   names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
   for length in range(len(names), 0, -1):
@@ -82,7 +81,6 @@ def place_optimizer_state(
     state: shapes of the state.
     params: shapes of the parameters that train.
     axes: logical axes of every parameter by its path.
-    mesh: the devices.
 
   Raises:
     UserError: the parameters are divided, but a large leaf has no dim by which it could be.
@@ -272,7 +270,6 @@ def make_optimizer(
   """Makes the optimizer of a run, whose updates take the extra argument of `scale_by_given_rate`.
 
   Args:
-    config: which rule, and its constants.
     axes: logical axes of every parameter that trains, by its path.
     dispatches: dispatches in a step, each of which hands over one sum of gradients; a number, or a
       function of the number of updates made.

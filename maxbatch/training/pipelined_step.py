@@ -67,11 +67,6 @@ def pipelined_accumulate(
   number of microbatches it takes their timetable. Layers are in the order of the stages.
 
   Args:
-    model: the model.
-    pipeline: how layers and batch are divided.
-    mesh: the devices.
-    frozen: the parameters that do not train.
-    dropout_key: the run's dropout key.
     measures: what is summed up besides. The squares of microbatches are those of replicas, each with all of
       a dispatch: of a microbatch the stages never have the whole gradient at once.
     scale: float32 scalar by which the gradients, not the loss, are multiplied; None: by nothing.

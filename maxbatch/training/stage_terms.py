@@ -68,7 +68,6 @@ def term_gradients(
   """Returns the gradient of the step's objective by each of the model's numerators, float32 scalars.
 
   Args:
-    model: the model.
     denominators: of the whole step, that of the loss included.
     scale: by which gradients are multiplied; None: by nothing.
   """
@@ -90,9 +89,6 @@ def step_denominators(
   They do not depend on the parameters, so the compiler drops the model from this loop.
 
   Args:
-    parts: the model.
-    pipeline: how it is divided.
-    stage_index: of this stage.
     params: of this stage's layers, (repeats, layers, …), and all others.
     microbatch: a function from the number of a microbatch to its rows.
     ticks: the step's timetable.

@@ -225,10 +225,8 @@ def from_saved(
   """Returns the state that `to_save` came from, with fresh zeros for what was not saved.
 
   Args:
-    model: its model.
     saved: as `to_save` gave it, with all parameters.
     abstract: shapes, dtypes and shardings of the state.
-    scaling: of the loss, if it is scaled.
     noted: the loss scale that `LossScaling.note` gave; None: as at the beginning of a run.
   """
   empty = abstract._replace(

@@ -136,13 +136,11 @@ class Trainer:
   keeps_frozen: bool = True
   """Whether checkpoints hold the frozen parameters, which can be had nowhere else."""
   loss: Loss = TEXT
-  """The loss of a step's batch."""
   num_saved_policies: int = 0
   """Parameters of earlier steps that checkpoints hold as well."""
   loss_scaling: LossScaling | None = None
   """None: the loss is not scaled."""
   compiler_flags: CompilerFlags = NO_FLAGS
-  """Compiler flags of steps and evaluations."""
   optimizer_on_host: bool = False
   """Whether the optimizer's state is in the memory of the devices' hosts between updates."""
 
@@ -250,11 +248,8 @@ def update(
   """Returns the state and the metrics after a dispatch, which ends a step if it is the last of it.
 
   Args:
-    trainer: model, optimizer and mesh.
-    state: the state before.
     rows: microbatches (k, B, T), of which the first are trained on; streamed: one, in one or more parts.
     microbatches: of `Trainer.microbatches`.
-    learning_rate: float32 scalar.
   """
   if counts_twice(trainer.model.config):
     state = _with_load(trainer, state, rows, microbatches)
@@ -361,7 +356,6 @@ def step_function(trainer: Trainer, rows: Any) -> jax.stages.Wrapped:
   """Returns the step as a jitted function with its buffers donated and every sharding fixed.
 
   Args:
-    trainer: model, optimizer and mesh.
     rows: shapes of what the step is fed (arrays or ShapeDtypeStructs): `Loss.batch_shapes` of rows.
   """
 

@@ -90,7 +90,6 @@ _MOST_AT_ONCE = 1024
 
 
 def _array_record_size(key: str, file: SourceFile) -> int:
-  """Returns the number of records."""
   with _opened_array_record(key, file) as reader:
     return reader.num_records()
 

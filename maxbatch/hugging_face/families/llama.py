@@ -27,7 +27,6 @@ SAME = {
   "max_position_embeddings": "max_position_embeddings",
   "tie_word_embeddings": "logits_via_embedding",
 }
-"""The names that most families have from Llama."""
 
 ACTIVATION = {"hidden_act": ("mlp_activation", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"})}
 
