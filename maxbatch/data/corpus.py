@@ -4,14 +4,16 @@ import collections
 import contextlib
 import dataclasses
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from maxbatch.config.schema import DataConfig
+from maxbatch.core.keys import counted
 from maxbatch.data.chat import build_chat
 from maxbatch.data.document_rows import PackedRows, document_rows, layout_of, rows_name
 from maxbatch.data.file_datasets import Split, described, sizes_by_name, split
-from maxbatch.data.object_copies import copies_in, with_copies
+from maxbatch.data.object_copies import with_copies
 from maxbatch.data.object_store import is_url
 from maxbatch.data.rows import Dataset, RowSource
 from maxbatch.data.sources import Document, Sources
@@ -85,10 +87,10 @@ def _copied(parts: Split, recipe: Recipe, eval_recipe: Recipe, folder: Path) -> 
   # Of one's own for the same tokens of the same objects: whoever makes them shares it.
   keys = cache_key(parts.train, recipe), cache_key(parts.validation, eval_recipe)
   copies = folder / f"objects-{'-'.join(keys)}"
-  with copies_in(copies):
-    yield parts._replace(
-      train=with_copies(parts.train, copies), validation=with_copies(parts.validation, copies)
-    )
+  yield parts._replace(
+    train=with_copies(parts.train, copies), validation=with_copies(parts.validation, copies)
+  )
+  shutil.rmtree(copies, ignore_errors=True)  # After an error they stay for the next start.
 
 
 def recipe_of(data: DataConfig, tokenizer: Tokenizer, sources: Sources) -> Recipe:
@@ -164,9 +166,9 @@ def _describe(
   what = "the Python standard library" if sources.kind == "stdlib" else sources.path
   if sources.format != "text":
     what += f" ({sources.format}, column {sources.column})"
-  counts = [f"{train.num_tokens:,} training tokens ({_documents(train.num_documents)})"]
+  counts = [f"{train.num_tokens:,} training tokens ({counted(train.num_documents, 'document')})"]
   if validation:
-    count = _documents(validation.num_documents)
+    count = counted(validation.num_documents, "document")
     counts.append(f"{validation.num_tokens:,} validation tokens ({count})")
   skipped: collections.Counter[str] = collections.Counter()
   for holder in {sources, eval_sources, train} | ({validation} if validation else set()):
@@ -192,7 +194,3 @@ def _describe(
       problem = cache.first_bad.partition("; correct it")[0]
       lines.append(f"bad in {part}: {cache.num_bad:,}, the first: {problem}")
   return "\n".join(lines)
-
-
-def _documents(count: int) -> str:
-  return f"{count:,} document" + ("s" if count != 1 else "")

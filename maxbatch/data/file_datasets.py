@@ -164,14 +164,16 @@ def find_text(data: DataConfig) -> Given:
 
 def train_columns(data: DataConfig) -> Columns:
   """Returns the columns of a training record that make up its document."""
-  names, tokenize = data.train_data_columns, data.tokenize_train_data
-  return Columns("train_data_columns", names, tokenize, data.weights_column)
+  return Columns(
+    "train_data_columns", data.train_data_columns, data.tokenize_train_data, data.weights_column
+  )
 
 
 def eval_columns(data: DataConfig) -> Columns:
   """Returns the columns of a validation record that make up its document."""
-  names, tokenize = data.eval_data_columns, data.tokenize_eval_data
-  return Columns("eval_data_columns", names, tokenize, data.weights_column)
+  return Columns(
+    "eval_data_columns", data.eval_data_columns, data.tokenize_eval_data, data.weights_column
+  )
 
 
 def find_grain(data: DataConfig) -> Given:
@@ -203,10 +205,9 @@ def find_hf(data: DataConfig) -> Given | None:
     return _of_files(data)
   if is_url(folder):
     OpenStore.of("hf_path", folder)  # It names a bucket: what is joined to it may look like one.
-    return _of_folder(data, os.path.join(folder, data.hf_data_dir))
-  if os.path.isdir(folder):
-    return _of_folder(data, os.path.join(folder, data.hf_data_dir))
-  return None
+  elif not os.path.isdir(folder):
+    return None
+  return _of_folder(data, os.path.join(folder, data.hf_data_dir))
 
 
 def _of_files(data: DataConfig) -> Given:

@@ -9,7 +9,6 @@ run are there for the next one.
 import contextlib
 import dataclasses
 import hashlib
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -48,13 +47,6 @@ def _with_copy(file: SourceFile, folder: Path) -> SourceFile:
   return dataclasses.replace(file, copy=str(folder / name))
 
 
-@contextlib.contextmanager
-def copies_in(folder: Path) -> Iterator[None]:
-  """Removes the folder of copies when all that needs it is done; after an error it stays."""
-  yield
-  shutil.rmtree(folder, ignore_errors=True)
-
-
 def copy_objects(key: str, documents: Sequence[Document]) -> None:
   """Copies the objects that the documents lie in, each once for all who need it. Raises UserError:
   the store does not answer, an object has changed or is damaged, or a copy cannot be written."""
@@ -72,11 +64,6 @@ def copy_objects(key: str, documents: Sequence[Document]) -> None:
         f"{needed} bytes until it is tokenized; free some space there, or set "
         "dataset_cache_directory to a folder you can write to"
       ) from error
-
-
-def remove_copies(documents: Sequence[Document]) -> None:
-  for document in documents:
-    Path(document.file.copy).unlink(missing_ok=True)
 
 
 def _is_there(file: SourceFile) -> bool:

@@ -7,7 +7,6 @@ fail again (no credentials, no such bucket or object, no access) is named at onc
 import dataclasses
 import glob
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -197,7 +196,3 @@ def names_within(root: str, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
     folders = name.split("/")[:-1]
     if not any(each.startswith(".") or each == "__pycache__" for each in folders):
       yield path, name
-
-
-def common_folder(paths: Sequence[str]) -> str:
-  return os.path.commonpath([os.path.dirname(path) for path in paths])

@@ -233,7 +233,7 @@ def open_or_build(folder: Path, part: str, cache: TokenCache, layout: Layout) ->
     with open(path, "rb") as written:
       fingerprint = hashlib.file_digest(written, _new_hash).hexdigest()
     metadata = {"packed": dataclasses.asdict(packed), "fingerprint": fingerprint}
-    write_whole(_metadata_path(path), json.dumps(metadata, indent=1))
+    write_whole(path.with_suffix(".rows.json"), json.dumps(metadata, indent=1))
   except OSError as error:
     raise UserError(
       f"dataset_cache_directory={folder}: cannot write the pack index {path}: "
@@ -247,19 +247,15 @@ def _new_hash(content: bytes = b""):
   return hashlib.blake2b(content, digest_size=12)
 
 
-def _metadata_path(path: Path) -> Path:
-  return path.with_suffix(".rows.json")
-
-
 def _size(packed: Packed) -> int:
   return 12 * packed.num_pieces + 8 * packed.num_rows
 
 
 def _open(path: Path, layout: Layout) -> PackIndex | None:
-  if not path.exists() or not _metadata_path(path).exists():
+  if not path.exists() or not path.with_suffix(".rows.json").exists():
     return None
   try:
-    metadata = json.loads(_metadata_path(path).read_text())
+    metadata = json.loads(path.with_suffix(".rows.json").read_text())
     packed, fingerprint = Packed(**metadata["packed"]), str(metadata["fingerprint"])
     size = os.path.getsize(path)
     intact = size == _size(packed)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from maxbatch.data.object_store import OpenStore, common_folder, is_url, names_within
+from maxbatch.data.object_store import OpenStore, is_url, names_within
 from maxbatch.errors import UserError
 
 STDLIB = "stdlib"
@@ -202,22 +202,19 @@ def _objects(key: str, url: str, wanted: Wanted) -> Sources:
   if not results:
     reason = "the glob matches no object" if is_glob else "no such object, and none below it"
     raise UserError(f"{key}={url}: {reason}; use a URL that exists or {wanted.example}")
-  root = common_folder(list(results)) if is_glob else path.rstrip("/")
+  root = os.path.commonpath(list(map(os.path.dirname, results))) if is_glob else path.rstrip("/")
   kind: Kind = "glob" if is_glob else "file" if root in results else "folder"
   if kind == "file":
     root = os.path.dirname(root)
   kept: list[SourceFile] = []
   skipped: collections.Counter[str] = collections.Counter()
   for place, name in names_within(root, list(results)):
-    last = os.path.basename(name)
-    reason = _reason_to_skip(last, wanted) if kind == "folder" else ""
-    if reason:
+    each = results[place]
+    if kind == "folder" and (reason := _reason_to_skip(os.path.basename(name), wanted)):
       skipped[reason] += 1
     else:
-      each = results[place]
-      kept.append(
-        SourceFile(name, f"{scheme}://{place}", each.size_bytes, 0, each.version, each.md5)
-      )
+      where = f"{scheme}://{place}"
+      kept.append(SourceFile(name, where, each.size_bytes, 0, each.version, each.md5))
   if kind == "folder":
     return _found_in_folder(key, url, kept, skipped, wanted)
   return Sources(key, url, kind, _by_name(kept))
@@ -274,7 +271,7 @@ def _walk(key: str, root: Path, enter) -> Iterator[Path]:
 
 
 def _glob(key: str, path: str, pattern: str) -> Sources:
-  matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
+  matches = map(Path, glob.glob(pattern, recursive=True))
   paths = sorted(match for match in matches if not match.is_dir())
   if not paths:
     raise UserError(f"{key}={path}: the glob matches no file; '**' reaches into subfolders")

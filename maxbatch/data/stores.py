@@ -39,9 +39,6 @@ class ObjectStore:
   """Where they are read, for a person who has none."""
 
 
-_GCS_WHAT = "gs://"
-
-
 def _gcs_open(what: str) -> Any:
   core = library("gcsfs.core", what, extra="gcs")
   # It prints tracebacks of errors that it also raises.
@@ -55,22 +52,20 @@ def _gcs_open(what: str) -> Any:
 
 
 def _gcs_errors() -> tuple[type[Exception], ...]:
-  return (
-    OSError,
-    ValueError,  # Of gcsfs, for a request that is not understood.
-    library("gcsfs.retry", _GCS_WHAT).HttpError,
-    library("google.auth.exceptions", _GCS_WHAT).GoogleAuthError,
-    library("aiohttp", _GCS_WHAT).ClientError,
-  )
+  auth, http = library("google.auth.exceptions", "gs://"), library("gcsfs.retry", "gs://")
+  client_error = library("aiohttp", "gs://").ClientError
+  # gcsfs says by ValueError that a request is not understood.
+  return (OSError, ValueError, http.HttpError, auth.GoogleAuthError, client_error)
 
 
 def _gcs_is_final(error: Exception) -> bool:
   if isinstance(error, FileNotFoundError | PermissionError | ValueError):
     return True
-  if isinstance(error, library("google.auth.exceptions", _GCS_WHAT).GoogleAuthError):
-    return not isinstance(error, library("google.auth.exceptions", _GCS_WHAT).TransportError)
-  if isinstance(error, library("gcsfs.retry", _GCS_WHAT).HttpError):
-    return not library("gcsfs.retry", _GCS_WHAT).is_retriable(error)
+  auth, http = library("google.auth.exceptions", "gs://"), library("gcsfs.retry", "gs://")
+  if isinstance(error, auth.GoogleAuthError):
+    return not isinstance(error, auth.TransportError)
+  if isinstance(error, http.HttpError):
+    return not http.is_retriable(error)
   return str(error).startswith("Forbidden")
 
 
@@ -89,7 +84,6 @@ GCS = ObjectStore(
 )
 
 
-_S3_WHAT = "s3://"
 _FINAL_ERRNO = frozenset(
   {
     errno.EINVAL,  # Of s3fs, for a request that is not understood, among others.
@@ -103,11 +97,7 @@ _FINAL_ERRNO = frozenset(
 
 def _s3_open(what: str) -> Any:
   once = {"total_max_attempts": 1, "mode": "standard"}
-  options = {
-    "connect_timeout": CONNECT_SECONDS,
-    "read_timeout": READ_SECONDS,
-    "retries": once,
-  }
+  options = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": once}
   made = library("s3fs", what, extra="s3").S3FileSystem(
     use_listings_cache=False, config_kwargs=options
   )
@@ -116,11 +106,8 @@ def _s3_open(what: str) -> Any:
 
 
 def _s3_errors() -> tuple[type[Exception], ...]:
-  botocore, parsers = (
-    library("botocore.exceptions", _S3_WHAT),
-    library("botocore.parsers", _S3_WHAT),
-  )
-  client_error = library("aiohttp", _S3_WHAT).ClientError
+  botocore, parsers = library("botocore.exceptions", "s3://"), library("botocore.parsers", "s3://")
+  client_error = library("aiohttp", "s3://").ClientError
   # botocore says by ValueError that an endpoint is no address.
   return (OSError, ValueError, botocore.BotoCoreError, parsers.ResponseParserError, client_error)
 
@@ -128,22 +115,17 @@ def _s3_errors() -> tuple[type[Exception], ...]:
 def _s3_endpoint(system: Any) -> str:
   try:
     return system.s3.meta.endpoint_url
-  except (ValueError, library("botocore.exceptions", _S3_WHAT).BotoCoreError):  # It has no client.
+  except (ValueError, library("botocore.exceptions", "s3://").BotoCoreError):  # It has no client.
     return os.environ.get("AWS_ENDPOINT_URL", "S3")
 
 
 def _s3_is_final(error: Exception) -> bool:
   if isinstance(error, FileNotFoundError | PermissionError | ValueError):
     return True
-  exceptions = library("botocore.exceptions", _S3_WHAT)
-  passing = (
-    exceptions.HTTPClientError,
-    exceptions.ConnectionError,
-    exceptions.IncompleteReadError,
-    exceptions.FlexibleChecksumError,
-  )
+  exceptions = library("botocore.exceptions", "s3://")
+  passing = ("HTTPClientError", "ConnectionError", "IncompleteReadError", "FlexibleChecksumError")
   if isinstance(error, exceptions.BotoCoreError):
-    return not isinstance(error, passing)
+    return not isinstance(error, tuple(getattr(exceptions, name) for name in passing))
   return isinstance(error, OSError) and error.errno in _FINAL_ERRNO
 
 

@@ -37,7 +37,10 @@ class SyntheticRows:
     """Returns the rows int[R], see `RowSource.rows`; all weights are 1, each row is one segment."""
     tokens_RS = np.empty((len(indices), self.length + 1), np.int32)
     for row, index in enumerate(indices):
-      tokens_RS[row] = self._tokens(int(index))
+      draws = np.random.default_rng((self.seed, self.part, int(index)))
+      tokens_RS[row] = self.ids[
+        draws.integers(0, len(self.ids), self.length + 1, dtype=self.ids.dtype)
+      ]
     arrays = {
       "inputs": np.ascontiguousarray(tokens_RS[:, :-1]),
       "targets": np.ascontiguousarray(tokens_RS[:, 1:]),
@@ -50,23 +53,13 @@ class SyntheticRows:
       )
     return arrays
 
-  def _tokens(self, index: int) -> np.ndarray:
-    generator = np.random.default_rng((self.seed, self.part, index))
-    return self.ids[generator.integers(0, len(self.ids), self.length + 1, dtype=self.ids.dtype)]
-
 
 def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
   """Builds random tokens in rows of `max_target_length`; no path is read."""
 
   def part(number: int, rows: int) -> SyntheticRows:
-    return SyntheticRows(
-      data.data_shuffle_seed,
-      number,
-      rows,
-      max_target_length,
-      data.segmented,
-      ordinary_ids(tokenizer),
-    )
+    seed, ids = data.data_shuffle_seed, ordinary_ids(tokenizer)
+    return SyntheticRows(seed, number, rows, max_target_length, data.segmented, ids)
 
   return Dataset(
     train=part(0, _TRAIN_ROWS),

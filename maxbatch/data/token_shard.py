@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxbatch.data.object_copies import copy_objects, is_object, remove_copies
+from maxbatch.data.object_copies import copy_objects, is_object
 from maxbatch.data.sources import Document
 from maxbatch.data.tokenize import Recipe, new_hash, source_bytes, tokenize
 from maxbatch.data.tokenizer import token_dtype
@@ -72,14 +72,16 @@ class TokenShard:
   @functools.cached_property
   def document_starts(self) -> np.ndarray:
     """First token of each document, int64[num_documents] ascending, likewise."""
-    return _mapped(_documents_path(Path(self.path)), "<i8", self.num_documents, "documents")
+    return _mapped(
+      Path(self.path).with_suffix(".documents"), "<i8", self.num_documents, "documents"
+    )
 
   @functools.cached_property
   def weights(self) -> np.ndarray:
     """uint8[num_tokens], 1 where a token counts as a target."""
     if not self.weights_fingerprint:
       return np.ones(self.num_tokens, np.uint8)
-    return _mapped(_weights_path(Path(self.path)), "u1", self.num_tokens, "weights")
+    return _mapped(Path(self.path).with_suffix(".weights"), "u1", self.num_tokens, "weights")
 
   def __getstate__(self) -> dict[str, object]:
     return {field.name: self.__dict__[field.name] for field in dataclasses.fields(self)}
@@ -104,12 +106,14 @@ def open_shard(path: Path, *, check: bool = True, warn: bool = True) -> TokenSha
     check: its contents too, and not their lengths alone.
     warn: if it exists and is not intact.
   """
-  if not _metadata_path(path).exists():
+  if not path.with_suffix(".json").exists():
     return None  # It comes last: somebody is making the shard, or was interrupted.
   try:
-    if any(each.is_fifo() for each in (path, _metadata_path(path), _documents_path(path))):
+    if any(
+      each.is_fifo() for each in (path, path.with_suffix(".json"), path.with_suffix(".documents"))
+    ):
       raise OSError("it is a pipe, not a file")
-    shard = _from_metadata(path, json.loads(_metadata_path(path).read_text()))
+    shard = _from_metadata(path, json.loads(path.with_suffix(".json").read_text()))
     problem = _damage(shard, check)
   except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
     problem = f"its metadata cannot be read ({error})"
@@ -127,7 +131,7 @@ def remove_damaged(job: ShardJob, recipe: Recipe, *, check: bool) -> None:
   try:
     with claimed(_claim_path(job.path), wait=True):  # Nobody makes it anew meanwhile, or has.
       if open_shard(job.path, check=check, warn=False) is None:
-        _metadata_path(job.path).unlink(missing_ok=True)
+        job.path.with_suffix(".json").unlink(missing_ok=True)
   except OSError as error:
     raise _cannot_write(job, token_dtype(recipe.tokenizer), error) from error
 
@@ -165,10 +169,10 @@ def _make_unless_there(job: ShardJob, recipe: Recipe, report: Callable[[int], No
   copy_objects(recipe.sources.key, job.documents)
   with contextlib.ExitStack() as files:
     tokens_file = files.enter_context(replacing(path))
-    starts_file = files.enter_context(replacing(_documents_path(path)))
-    weights_file = (
-      files.enter_context(replacing(_weights_path(path))) if recipe.has_weights else None
-    )
+    starts_file = files.enter_context(replacing(path.with_suffix(".documents")))
+    weights_file = None
+    if recipe.has_weights:
+      weights_file = files.enter_context(replacing(path.with_suffix(".weights")))
     written = tokenize(recipe, job.documents, tokens_file, starts_file, report, weights_file)
     starts_file.flush()
     with open(starts_file.name, "rb") as file:
@@ -178,7 +182,7 @@ def _make_unless_there(job: ShardJob, recipe: Recipe, report: Callable[[int], No
     "documents_fingerprint": starts_hash,
     "dtype": token_dtype(recipe.tokenizer).str,
   }
-  write_whole(_metadata_path(path), json.dumps(metadata, indent=1))
+  write_whole(path.with_suffix(".json"), json.dumps(metadata, indent=1))
 
 
 def _shards_of_objects(jobs: Sequence[ShardJob]) -> Mapping[str, Sequence[Path]]:
@@ -196,31 +200,15 @@ def _remove_unneeded(job: ShardJob, shards_of: Mapping[str, Sequence[Path]]) -> 
 
   Of an object that is divided into training and validation the copy stays for the latter.
   """
-  remove_copies(
-    [
-      document
-      for document in job.documents
-      if is_object(document.file)
-      and document.end == 1
-      and all(_metadata_path(path).exists() for path in shards_of[document.file.copy])
-    ]
-  )
+  for document in job.documents:
+    copy = document.file.copy
+    is_needed = any(not path.with_suffix(".json").exists() for path in shards_of.get(copy, ()))
+    if is_object(document.file) and document.end == 1 and not is_needed:
+      Path(copy).unlink(missing_ok=True)
 
 
 def _claim_path(path: Path) -> Path:
   return path.with_name(f".{path.stem}.claim")
-
-
-def _metadata_path(path: Path) -> Path:
-  return path.with_suffix(".json")
-
-
-def _documents_path(path: Path) -> Path:
-  return path.with_suffix(".documents")
-
-
-def _weights_path(path: Path) -> Path:
-  return path.with_suffix(".weights")
 
 
 def _mapped(path: Path, dtype: str, count: int, what: str) -> np.ndarray:
@@ -248,10 +236,13 @@ def _damage(shard: TokenShard, check: bool) -> str:
   path = Path(shard.path)
   wanted = {
     path: (shard.num_tokens * np.dtype(shard.dtype).itemsize, shard.fingerprint),
-    _documents_path(path): (shard.num_documents * _START_BYTES, shard.documents_fingerprint),
+    path.with_suffix(".documents"): (
+      shard.num_documents * _START_BYTES,
+      shard.documents_fingerprint,
+    ),
   }
   if shard.weights_fingerprint:
-    wanted[_weights_path(path)] = (shard.num_tokens, shard.weights_fingerprint)
+    wanted[path.with_suffix(".weights")] = (shard.num_tokens, shard.weights_fingerprint)
   for each, (expected, _) in wanted.items():
     if (size := os.path.getsize(each)) != expected:
       return f"{each.name} has {size} bytes instead of {expected}"

@@ -51,7 +51,9 @@ def make_shards_in_processes(
       workers.append(
         subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[write_end], env=env)
       )
-      _send(workers[-1], work)
+      with contextlib.suppress(BrokenPipeError):  # It has ended; its exit code says why.
+        workers[-1].stdin.write(work)
+        workers[-1].stdin.flush()
     os.close(write_end)
     write_end = -1
     with open(read_end, closefd=False) as lines:
@@ -71,13 +73,6 @@ def make_shards_in_processes(
     for end in (read_end, *([write_end] if write_end >= 0 else [])):
       os.close(end)
     _stop(workers)
-
-
-def _send(worker: subprocess.Popen, work: bytes) -> None:
-  assert worker.stdin is not None
-  with contextlib.suppress(BrokenPipeError):  # It has ended; its exit code says why.
-    worker.stdin.write(work)
-    worker.stdin.flush()
 
 
 def _stop(workers: Sequence[subprocess.Popen]) -> None:

@@ -22,16 +22,8 @@ def check_columns(key: str, file: SourceFile, schema: Any, column: str, weights:
     )
   type_ = schema.field(column).type
   kind = type_.value_type if types.is_dictionary(type_) else type_
-  is_text = any(
-    is_kind(kind)
-    for is_kind in (
-      types.is_string,
-      types.is_large_string,
-      types.is_string_view,
-      types.is_binary,
-      types.is_large_binary,
-    )
-  )
+  texts = ("string", "large_string", "string_view", "binary", "large_binary")
+  is_text = any(getattr(types, f"is_{name}")(kind) for name in texts)
   is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
   # A list is of ids, or of messages.
   is_list = is_list and (types.is_integer(kind.value_type) or types.is_struct(kind.value_type))
@@ -59,10 +51,8 @@ def values(column: Any) -> Iterator[object]:
   if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
     is_ids = types.is_integer(kind.value_type)
     for value in column:
-      if value.is_valid and is_ids:
-        yield value.values.to_numpy(zero_copy_only=False)
-      else:
-        yield value.as_py()
+      is_array = value.is_valid and is_ids
+      yield value.values.to_numpy(zero_copy_only=False) if is_array else value.as_py()
     return
   if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
     # pyarrow would raise where a value is not UTF-8, and not say of which row.

@@ -68,10 +68,8 @@ def build(data: DataConfig) -> TiktokenTokenizer:
   file = read_vocabulary(data, "tokenizer.model", "tokenizer.tiktoken", "original/tokenizer.model")
   ids = TiktokenTokenizer.load(file)._special_tokens
   own = {"bos": ids[_NAMED[0]], "eos": ids[_NAMED[1]], "pad": ids[_NAMED[4]]}
-  known = list(ids)
-  return TiktokenTokenizer(
-    file, max(ids.values()) + 1, *special_ids(data, file, own, ids.get, known)
-  )
+  special = special_ids(data, file, own, ids.get, list(ids))
+  return TiktokenTokenizer(file, max(ids.values()) + 1, *special)
 
 
 def _ranks(content: bytes) -> dict[bytes, int]:
