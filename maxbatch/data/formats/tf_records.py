@@ -8,7 +8,7 @@ import contextlib
 import functools
 import gzip
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from maxbatch.config.registry import library
@@ -183,8 +183,13 @@ def _lengths(key: str, file: SourceFile, stream: IO[bytes]) -> Iterator[int]:
 
 def _masked(content: bytes) -> int:
   """Returns the masked CRC-32C that follows a length, and a record."""
-  crc = library("google_crc32c", "TFRecord").value(content)
+  crc = _crc32c()(content)
   return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+@functools.cache
+def _crc32c() -> Callable[[bytes], int]:
+  return library("google_crc32c", "TFRecord").value
 
 
 @contextlib.contextmanager
