@@ -132,11 +132,8 @@ def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:
   if is_known:
     devices = count_devices(config, own.num_devices, own.num_hosts)
     plan = _planned(config, plan_batches(config.batch, config.run, devices.layout))
-    need = (
-      from_metrics(own.run_metrics, plan)
-      if own.run_metrics
-      else from_report(own.compile_report, plan)
-    )
+    given = own.run_metrics
+    need = from_metrics(given, plan) if given else from_report(own.compile_report, plan)
     return _request(config, plan, devices.num_hosts, own, None), need
   target = find_devices(config)
   _check_alone()

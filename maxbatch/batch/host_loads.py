@@ -70,8 +70,7 @@ def load_ranges(runs: Iterable[tuple[int, int, int]], factor: Fraction) -> Itera
 def check_loads(plan: BatchPlan, *, streamed: bool) -> None:
   """Checks every load of the run, from the plan's first step to its last, before any is read.
 
-  Also those of a partial last step, of the phases of a ramp-up, and of what batch_schedule=gns may
-  decide.
+  Also those of a partial last step, of a ramp-up and of what batch_schedule=gns may decide.
 
   Raises:
     UserError: a load is not a whole number of samples; the message suggests a factor that works.
@@ -156,8 +155,7 @@ def redistribution(
 ) -> Redistribution:
   """Returns the plan for devices of these processes, which use these blocks 0, 1, … of columns.
 
-  `loading` are the processes that read; none: every process reads what its own devices use, and nothing
-  is sent. Each block is used by at least one device.
+  `loading` are the processes that read; none: each reads what its devices use. Each block is used.
 
   Raises:
     ValueError: a loading process has no device.

@@ -188,9 +188,8 @@ def _batches(given: GivenCompletions, topology: RLTopology) -> list[str]:
   if micro is None:
     return [given.batch.assigned(size) for size in nearest_multiples(unit, given.batch.size)]
   if _is_whole(micro, topology):
-    sizes = (
-      [Fraction(unit)] if given.num_microbatches else nearest_multiples(unit, given.batch.size)
-    )
+    nearest = nearest_multiples(unit, given.batch.size)
+    sizes = [Fraction(unit)] if given.num_microbatches else nearest
     return [given.batch.assigned(size) for size in sizes]
   offers = []
   for size in nearest_multiples(unit, given.batch.size):

@@ -198,8 +198,7 @@ class StepTable:
   def load_bounds(self, factor: Fraction) -> JoinedRanges:
     """Returns the first sample of each load, then the end of the last: loads + 1 numbers.
 
-    A load is `factor` times the batch of the step it begins in; the last one is shortened to the
-    end of the run.
+    A load is `factor` times the batch of the step it begins in; the last one ends with the run.
 
     Raises:
       UserError: a load is not a whole number of samples.

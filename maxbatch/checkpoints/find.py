@@ -47,8 +47,7 @@ def _of_orbax(path: str) -> bool:
 
 
 def _is_about_leftovers(record: logging.LogRecord) -> bool:
-  """Returns whether a log record is of a task that failed or was dropped after the first failure:
-  `never retrieved`, `destroyed`.
+  """Returns whether a log record is of a task that failed or was dropped after the first failure.
 
   A write that met a full disk names the error alone; nothing but Orbax uses asyncio here.
   """
@@ -224,9 +223,8 @@ def find_checkpoint(given: str, key: str = "checkpoint", others: str = "") -> pa
   if not given or not path.exists():
     what = "there is no such folder" if given else "it has no value"
   else:
-    what = (
-      "no run has completed a checkpoint there" if steps.exists() else "that is not a run's folder"
-    )
+    is_run = steps.exists()
+    what = "no run has completed a checkpoint there" if is_run else "that is not a run's folder"
   raise UserError(
     f"{key}={shown(given, _LONGEST_PATH)}: {what}; name a run's folder, for its newest checkpoint, "
     f"or one of its steps{others}; for example {key}=runs/first_run or "

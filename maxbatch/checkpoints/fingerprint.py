@@ -53,9 +53,8 @@ def named_leaves(tree: object) -> dict[str, jax.Array]:
 def fingerprints(tree: object, version: int = VERSION) -> dict[str, int]:
   """Returns the fingerprint of every leaf of `tree`, by name, by one of VERSIONS.
 
-  Leaves are numbers or booleans of at most 8 bytes, of any shape and sharding (not PRNG keys).
-  They stay where they are; one dispatch computes all the sums and one transfer brings them here.
-  Waits until the leaves are computed.
+  Leaves are numbers or booleans of at most 8 bytes, of any shape and sharding (not PRNG keys). They
+  stay where they are: one dispatch and one transfer. Waits until the leaves are computed.
   """
   leaves = named_leaves(tree)
   if not leaves:

@@ -37,9 +37,7 @@ from maxbatch.errors import UserError
 
 class _Handler(ocp.CheckpointHandler):
   def save(self, directory: Path, args: "SafetensorsSave") -> None:
-    specs = [
-      TensorSpec(name, leaf.shape, np.dtype(leaf.dtype)) for name, leaf in args.arrays.items()
-    ]
+    specs = [TensorSpec(name, x.shape, np.dtype(x.dtype)) for name, x in args.arrays.items()]
     write_tensors(Path(directory), specs, map(np.asarray, args.arrays.values()))
 
   def restore(self, directory: Path, args: "SafetensorsRestore") -> dict[str, jax.Array]:
@@ -103,8 +101,7 @@ def whole_slices(index: Index | None, shape: tuple[int, ...]) -> Index:
 _BYTES_TOGETHER = 2**26
 """Larger arrays of stacked layers are stored layer by layer, so that one can be read by itself."""
 _SMALLEST_CHUNK_BYTES = 2**21
-"""Unless a device's part of a layer is smaller: pieces of half of that take half as long again to save,
-and those of this size no longer."""
+"""Unless a device's part of a layer is smaller: pieces of half of that take half as long again."""
 _SMALLEST_SHARE_BYTES = 2**22
 """Bytes of an array above which the devices that hold it write a share each."""
 
@@ -135,8 +132,7 @@ class Format:
   restore: Callable[[dict[str, jax.ShapeDtypeStruct]], Any]
   """Made from the shapes, dtypes and shardings by leaf name; `restore` returns arrays."""
   stored: Callable[[pathlib.Path], StoredArrays] | None = None
-  """Opens a step's folder of arrays, each to be read by itself and in parts; None: they are read
-  all together."""
+  """Opens a step's folder of arrays, each to be read in parts; None: they are read all together."""
 
 
 def _save_args(leaf: jax.Array) -> ocp.SaveArgs:

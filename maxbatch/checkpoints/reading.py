@@ -36,15 +36,8 @@ _PAUSES_SECONDS = (0.2, 1.0, 5.0)
 
 # What Orbax and TensorStore raise for folders they cannot read. JaxRuntimeError (out of memory) is
 # not among them: it says nothing about the folder.
-_UNREADABLE = (
-  OSError,
-  ValueError,
-  LookupError,
-  TypeError,
-  AttributeError,
-  AssertionError,
-  RecursionError,
-)
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+_UNREADABLE += (RecursionError,)
 
 
 def patiently(directory: pathlib.Path, step: int, read: Callable[[], _Read]) -> _Read:

@@ -202,8 +202,7 @@ def fingerprint_version(record: Mapping[str, Any]) -> int:
 
 
 def changed_leaves(record: dict[str, Any], arrays: object) -> list[str]:
-  """Lists the names of the arrays that are not what was saved, by their fingerprints. Raises
-  UserError: a newer version of the program made them."""
+  """Lists the arrays that are not what was saved. Raises UserError: a newer version wrote them."""
   leaves = record["leaves"]
   result = fingerprints(arrays, fingerprint_version(record))
   return [name for name, sum_ in result.items() if sum_ != leaves[name]["fingerprint"]]

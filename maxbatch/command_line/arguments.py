@@ -90,15 +90,11 @@ def parse(command: Command[Own], arguments: Sequence[str]) -> Arguments[Own]:
   """Separates the command's own arguments from the configuration's; of two of a name the later wins.
 
   Raises:
-    UserError: an option lacks its file, a key has a wrong value, or a name is close to one of the
-      command's own but is none.
+    UserError: an option lacks its file, a key has a wrong value, or a name is misspelt.
   """
   own = {one.name: one for one in declared(command)}
-  renamed = {
-    one.kind.before: one.name
-    for one in own.values()
-    if isinstance(one.kind, File) and one.kind.before
-  }
+  files = [(one, one.kind) for one in own.values() if isinstance(one.kind, File)]
+  renamed = {kind.before: one.name for one, kind in files if kind.before}
   flags = [(one, one.kind) for one in own.values() if isinstance(one.kind, Flag)]
   old = {kind.old_name: one.name for one, kind in flags if kind.old_name}
   given: dict[str, object] = {}
@@ -164,7 +160,6 @@ def _check_name(name: str, own: Sequence[str], arguments: Sequence[str]) -> None
 
 
 def _check_file(name: str, path: str, example: str, *, is_apart: bool) -> None:
-  """Refuses the name of a file that is none; `is_apart`: it is an argument of its own, which
-  another key or option may be instead."""
+  """Refuses the name of a file that is none; `is_apart`: it is an argument of its own."""
   if not path or (is_apart and ("=" in path or path.startswith("--"))):
     raise UserError(f"{name} {path}: name a file; for example {name} {example}")

@@ -8,7 +8,7 @@ The shell calls maxbatch with _ARGCOMPLETE set, which becomes this module; nothi
 import argparse
 import sys
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from maxbatch.config.find import model_names, packaged_names
 from maxbatch.config.schema import documented_keys
@@ -29,12 +29,9 @@ def going_on(prefix: str) -> list[str]:
   """Returns the keys that begin with `prefix`, each with its `=`; behind one the values that it has."""
   types = {one.key: one.type for one in documented_keys()}
   key, equals, _ = prefix.partition("=")
-  known = [f"{key}={value}" for value in _values(key, types.get(key))] if equals else _keys(types)
+  keys = (f"{name}=" for name in ("config", *types))
+  known = [f"{key}={value}" for value in _values(key, types.get(key))] if equals else keys
   return [one for one in known if one.startswith(prefix)]
-
-
-def _keys(types: Iterable[str]) -> list[str]:
-  return [f"{name}=" for name in ("config", *types)]
 
 
 def _values(key: str, type_: object) -> Sequence[str]:

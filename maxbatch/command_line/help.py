@@ -12,16 +12,10 @@ from maxbatch.config.value import describe
 from maxbatch.errors import UserError
 
 MOST_USED = (
-  *(
-    "run_name",
-    "base_output_directory",
-    "steps",
-    "model_name",
-    "dataset_path",
-    "max_target_length",
-  ),
-  *("batch_size", "micro_batch_size", "gradient_accumulation_steps", "learning_rate"),
-  *("num_simulated_devices", "ici_fsdp_parallelism", "validate_only", "compile_only"),
+  *("run_name", "base_output_directory", "steps", "model_name", "dataset_path"),
+  *("max_target_length", "batch_size", "micro_batch_size", "gradient_accumulation_steps"),
+  *("learning_rate", "num_simulated_devices", "ici_fsdp_parallelism", "validate_only"),
+  "compile_only",
 )
 _ALL = "all"
 _WIDTH = 100

@@ -118,10 +118,7 @@ def run_command(
     if only_prints and isinstance(failure, BrokenPipeError):
       return EXIT_NO_READER
     kind = "error" if only_prints else "warning"
-    print(
-      f"{kind}: standard output cannot be written ({failure.strerror})",
-      file=sys.stderr,
-    )
+    print(f"{kind}: standard output cannot be written ({failure.strerror})", file=sys.stderr)
     return EXIT_USER_ERROR if only_prints else 0
 
 
@@ -140,12 +137,9 @@ def _exit_code(
   except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_USER_ERROR
-  except TrainingDivergedError as error:
+  except (TrainingDivergedError, RowsError) as error:
     print(f"stopped: {error}", file=sys.stderr)
-    return EXIT_DIVERGED
-  except RowsError as error:
-    print(f"stopped: {error}", file=sys.stderr)
-    return EXIT_ROWS
+    return EXIT_ROWS if isinstance(error, RowsError) else EXIT_DIVERGED
   except ProcessFailedError as error:
     return error.exit_code
   except Interrupted as interrupted:

@@ -36,13 +36,9 @@ def colored(text: str, color: Color) -> str:
 
 def printable(text: str) -> str:
   """Escapes all in a text that would move a terminal's cursor, but line breaks and tabs."""
-  escaped = (
-    character
-    if character.isprintable() or character in "\n\t"
-    else character.encode("unicode_escape").decode()
-    for character in text
+  return "".join(
+    c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
   )
-  return "".join(escaped)
 
 
 def note(lines: Iterable[str]) -> None:

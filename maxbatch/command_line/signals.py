@@ -30,8 +30,7 @@ class Interrupted(KeyboardInterrupt):
 class EndingSignals:
   """A context in which a signal raises Interrupted, wherever the main thread is.
 
-  For what comes before and after training: nothing there is worth finishing, and a checkpoint or
-  a cache that is cut off is ignored by the next run.
+  For before and after training: nothing there is worth finishing, and what is cut off is ignored.
   """
 
   def __init__(self) -> None:

@@ -236,9 +236,8 @@ def config_path(name: str) -> Path:
 def base_config_path(name: str, child: Path, given: str) -> Path:
   """Returns the file that `base_config: name` means when written in the file `child`.
 
-  A bare name is a packaged file; a path is relative to the folder of `child`. `base.yml` is the
-  packaged file too where no other file of that name lies beside `child`. `given` starts the message
-  when there is no such file.
+  A bare name is a packaged file, `base.yml` too where no other lies beside `child`; a path is
+  relative to the folder of `child`. `given` starts the message when there is no such file.
   """
   beside = child.parent / Path(name).expanduser()
   is_other = os.path.isfile(beside) and beside.resolve() != child.resolve()

@@ -7,8 +7,7 @@ Libraries that only some data need: imported when a run uses them, so that other
 
 Keys that plug-ins declare: what `key=module:attribute` names may have an attribute `Keys`.
 
-That is a frozen dataclass whose fields are declared as those of config/keys/ are. The plug-in is
-given an instance of it as the argument `keys`.
+That is a frozen dataclass with fields as in config/keys/; the plug-in gets one as `keys`.
 """
 
 import dataclasses
@@ -239,9 +238,8 @@ def _check(plugin: PlugIn) -> None:
   """Raises UserError unless every field of a plug-in's Keys declares a key with a valid default."""
   cls = plugin.keys
   is_frozen = dataclasses.is_dataclass(cls) and vars(cls)["__dataclass_params__"].frozen
-  undeclared = (
-    {field.name for field in dataclasses.fields(cls)} - {*declared(cls)} if is_frozen else {}
-  )
+  names = {field.name for field in dataclasses.fields(cls)} if is_frozen else set()
+  undeclared = names - {*declared(cls)} if is_frozen else names
   if not is_frozen or undeclared:
     raise UserError(
       f"{plugin.given}: its Keys must be a frozen dataclass, each field declared as in `top_k: int "

@@ -171,11 +171,7 @@ def _structured(entry: Entry, demanded: _Type) -> object | None:
 
 
 def _fields(entry: Entry, structure: type, node: yaml.MappingNode) -> dict[str, object]:
-  """Returns the fields that `{name: {field: value}}` gives."""
-  types, name = (
-    {field.name: field.type for field in dataclasses.fields(structure)},
-    _name(structure),
-  )
+  types, name = {each.name: each.type for each in dataclasses.fields(structure)}, _name(structure)
   inner = node.value[0][1] if [key.value for key, _ in node.value] == [name] else None
   if not isinstance(inner, yaml.MappingNode) or any(
     not isinstance(key, yaml.ScalarNode) or key.value not in types for key, _ in inner.value
@@ -184,10 +180,10 @@ def _fields(entry: Entry, structure: type, node: yaml.MappingNode) -> dict[str, 
       f"{entry.given}: {entry.key} must be {name} or {{{name}: {{{next(iter(types))}: 1}}}}, with any "
       f"of {', '.join(types)}"
     )
+  path = f"{entry.key}.{name}"
   return {
     key.value: convert(
-      dataclasses.replace(entry, key=f"{entry.key}.{name}.{key.value}", node=value),
-      types[key.value],
+      dataclasses.replace(entry, key=f"{path}.{key.value}", node=value), types[key.value]
     )
     for key, value in inner.value
   }

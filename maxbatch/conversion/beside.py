@@ -74,8 +74,7 @@ def origin_of(config: Config) -> Path | None:
 def write_beside(config: Config, target: Path) -> Tokenizer:
   """Writes a run's tokenizer and generation_config.json into a model's folder.
 
-  The tokenizer is that of the run's keys, where transformers has such files, else that of the model
-  which it began with.
+  The tokenizer is that of the run's keys, if transformers has such files, else its first model's.
 
   Returns the tokenizer. Raises UserError if it cannot be read, OSError if a file cannot be written.
   """

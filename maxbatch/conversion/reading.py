@@ -95,8 +95,7 @@ def load_parameters(folder: Path, model: Model, wanted: Parameters) -> Parameter
     wanted: ShapeDtypeStructs with shardings, of some or all of its parameters; values are cast to
       their dtypes. Adapters, which no folder has, are left out.
 
-  Raises UserError: the folder cannot be read, its family is not supported, a tensor is missing or
-  left over, or has another shape.
+  Raises UserError: the folder, or its family, cannot be read, or a tensor is not as it should be.
   """
   reader = reader_of(folder, model)
   return unflatten_dict(

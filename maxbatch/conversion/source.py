@@ -69,9 +69,8 @@ class CheckpointSource:
       )
 
   def read(self, model: Model, wanted: Parameters) -> Parameters:
-    """Reads those of the wanted parameters, ShapeDtypeStructs with shardings, that it has: all but
-    adapters, which are fresh without it. All processes must call it. Raises UserError: they cannot
-    be read, or are damaged."""
+    """Reads those of the wanted parameters, ShapeDtypeStructs with shardings, that it has: not
+    adapters, fresh without it. All processes must call it. Raises UserError: they are damaged."""
     flat, note = dict(_flat(wanted)), self._elsewhere
     names = {PARAMETERS + _name(path): path for path in flat}
     here = {name: flat[path] for name, path in names.items() if name in self.record["leaves"]}

@@ -26,8 +26,7 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
   Args:
     folder: with config.json and safetensors files.
 
-  Raises UserError: the folder's tensors are not those of the model, or the run's folder is not to
-  be written.
+  Raises UserError: the folder's tensors are not the model's, or the run's folder cannot be written.
   """
   policy = policy_of(config.precision)
   model = build_model(config.model, config.batch.max_target_length, policy=policy)

@@ -164,8 +164,7 @@ def sum_denominators(
     constants: as for `accumulate`.
     replicas: as for `accumulate`.
 
-  The function takes (params, rows, num_microbatches, keys=None) as `accumulate`'s does, and returns a
-  float32 scalar for each term, by name.
+  The function takes what `accumulate`'s does, and returns a float32 scalar for each term, by name.
   """
   return sum_forward(loss, denominators_of, mesh, constants=constants, replicas=replicas)
 

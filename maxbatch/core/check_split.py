@@ -198,9 +198,8 @@ class _Check:
     reference, result = self._whole.gradients, {}
     excess_L = np.zeros(len(reference))
     for name, one in self._splits.items():
-      errors_L = np.array(
-        [difference(*both) for both in zip(one.gradients, reference, strict=True)]
-      )
+      pairs = zip(one.gradients, reference, strict=True)
+      errors_L = np.array([difference(*both) for both in pairs])
       beyond_L = np.divide(
         errors_L, self._tolerances.gradients, out=np.zeros_like(errors_L), where=errors_L > 0
       )

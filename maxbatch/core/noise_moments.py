@@ -52,8 +52,7 @@ def moments(rows: int, share: float, small: float, big: float) -> Moments | None
     big: |Σ s_p / W|², of the step's mean gradient before clipping.
 
   Returns:
-    The noise is that of one row, whatever the parts. None with fewer than two parts that have
-    tokens, or a gradient that is not finite.
+    The noise is that of one row. None with fewer than two parts that have tokens, or if not finite.
   """
   if rows < 2 or share > _ONE_PART or not (math.isfinite(small) and math.isfinite(big)):
     return None

@@ -41,8 +41,7 @@ def microbatches(
   Args:
     rows: a pytree of arrays (N, …).
     micro_batch_size: B, the rows of a microbatch on all replicas together.
-    capacity: k, the most microbatches that a step will have: batches of any size up to there run
-      the same program. None: as many as these rows need.
+    capacity: k, the most microbatches a step will have: up to there one program; None: these rows'.
     mesh: the devices on which the rows are placed; None: they stay numpy arrays.
     replicas: the mesh axis that rows are divided over.
 

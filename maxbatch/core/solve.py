@@ -92,9 +92,8 @@ def _solved(given: GivenSizes, topology: Topology) -> Sizes:
     return _from_batch(batch, accumulation, topology)
   if accumulation is None:
     return _from_batch_and_micro_batch(batch, per_device, topology)
-  sizes = Sizes(
-    whole_micro_batch(per_device, topology, batch, accumulation), int(accumulation.size)
-  )
+  micro_batch = whole_micro_batch(per_device, topology, batch, accumulation)
+  sizes = Sizes(micro_batch, int(accumulation.size))
   if batch.size != sizes.batch:
     offers = _suggested_fixes(batch, per_device, accumulation, topology)
     raise UserError(

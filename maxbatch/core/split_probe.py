@@ -138,9 +138,8 @@ def results(sums: Accumulated) -> Results:
     _term(name): np.asarray(quotient(term.numerator.sum(), term.denominator.sum()))
     for name, term in sums.terms.items()
   }
-  stats = {
-    _stat(name): _value(stat) for name, stat in sums.stats.items() if not name.startswith(_SIZE)
-  }
+  own = {name: stat for name, stat in sums.stats.items() if not name.startswith(_SIZE)}
+  stats = {_stat(name): _value(stat) for name, stat in own.items()}
   return Results(terms | stats, gradients)
 
 

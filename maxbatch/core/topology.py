@@ -29,8 +29,7 @@ AXES = (
 )
 """Every axis there is. Neighbouring devices differ along the last one.
 
-With a row here, the pair of keys `ici_…` and `dcn_…`, and its place in the rules of
-hardware/sharding.py, an axis is known everywhere.
+With a row here, its pair of keys and a place in hardware/sharding.py, an axis is known everywhere.
 """
 AXIS_NAMES = tuple(axis.name for axis in AXES)
 BATCH_AXES = tuple(axis.name for axis in AXES if axis.divides_batch)

@@ -246,9 +246,8 @@ def init_state(
   """
   sums = None
   if loss is not None:
-    keys = jax.eval_shape(
-      lambda: jax.random.split(jax.random.key(0), jax.tree.leaves(rows)[0].shape[0])
-    )
+    num_rows = jax.tree.leaves(rows)[0].shape[0]
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_rows))
 
     def of_rows(params: Any, rows: Any, keys_B: jax.Array) -> Sums:
       terms, stats = loss(params, rows, keys_B)

@@ -106,8 +106,7 @@ class PackedRows:
     return self.index.packed.num_rows
 
   def rows(self, indices: np.ndarray) -> Arrays:
-    """Returns the rows int[R] as new arrays, see `RowSource.rows`; the weight is 0 on padding, and
-    where the data say so."""
+    """Returns the rows int[R] as new arrays, see `RowSource.rows`; padding has weight 0."""
     pieces = self.index.pieces(np.asarray(indices, np.int64))
     shape_RT = (len(indices), self.index.layout.length)
     starts_P, lengths_P = pieces.starts, pieces.lengths

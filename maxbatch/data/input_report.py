@@ -227,9 +227,8 @@ def _source(
   data: DataConfig, tokenizer: Tokenizer, name: str, given: Given, *, measure: bool
 ) -> SourceReport:
   train, validation = shards_of(data, tokenizer, given)
-  shards = {
-    job.path: open_shard(job.path, check=False, warn=False) for job in [*train, *validation]
-  }
+  jobs = [*train, *validation]
+  shards = {job.path: open_shard(job.path, check=False, warn=False) for job in jobs}
   cold = [job for job in [*train, *validation] if shards[job.path] is None]
   cold_bytes = sum(job.size_bytes for job in cold)
   cached = [shard for job in train if (shard := shards[job.path]) is not None]

@@ -112,9 +112,8 @@ class Loader(Iterator[Rows]):
     return self.next_staged()()
 
   def next_staged(self) -> Staged:
-    """Waits for the rows of the next step; what is left is to dispatch what brings them there.
-    Raises StopIteration: there is no further step; UserError: reading failed; again on every later
-    call."""
+    """Waits for the rows of the next step, which are then dispatched. Raises StopIteration: there
+    is no further step; UserError: reading failed; again on every later call."""
     if not self._ahead:
       raise StopIteration
     staged = self._ahead[0].result()

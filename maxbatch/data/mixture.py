@@ -103,9 +103,8 @@ def _block(weights: tuple[int, ...], length: int, number: int) -> tuple[np.ndarr
   order = np.empty(length, np.uint16)
   waiting: list[tuple[int, int]] = []
   by_release = np.argsort(release, kind="stable")
-  jobs = list(
-    zip(*(each[by_release].tolist() for each in (release, deadline, source)), strict=True)
-  )
+  columns = (each[by_release].tolist() for each in (release, deadline, source))
+  jobs = list(zip(*columns, strict=True))
   next_job = 0
   for slot in range(length):
     while next_job < length and jobs[next_job][0] <= slot:
@@ -138,9 +137,8 @@ def _jobs(
 def _done(weights: tuple[int, ...], samples: int) -> list[int]:
   """Returns how many of the first `samples` each source has given, where a block begins."""
   total = sum(weights)
-  done, fractions = map(
-    list, zip(*(divmod(samples * each, total) for each in weights), strict=True)
-  )
+  both = zip(*(divmod(samples * each, total) for each in weights), strict=True)
+  done, fractions = map(list, both)
   under_way = [source for source, fraction in enumerate(fractions) if fraction]
   released = sorted(under_way, key=lambda i: (-fractions[i] // weights[i], i))
   reached, chosen = 0, 0

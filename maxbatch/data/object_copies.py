@@ -128,8 +128,7 @@ def _batches(files: Sequence[SourceFile]) -> Iterator[list[Range]]:
 
 
 def _check(store: OpenStore, file: SourceFile, md5: str) -> None:
-  """Compares what has arrived with what was listed. Raises UserError: the object is another one
-  now; _DamagedError: it has other contents."""
+  """Compares what has arrived with what was listed. Raises UserError: it changed; _DamagedError."""
   if md5 == file.md5:
     return
   now = store.current(file.path)

@@ -208,8 +208,7 @@ def _redistribution(
   capacity: int,
   fields: tuple[tuple[str, str, tuple[int, ...]], ...],
 ) -> jax.stages.Wrapped:
-  """Returns the program from what each device keeps and sends, int32[D, slots, K, b, W], to arrays
-  by name.
+  """Returns the program from what devices keep and send, int32[D, slots, K, b, W], to named arrays.
 
   It holds collective permutes alone, one a round.
   """
@@ -235,7 +234,6 @@ def _redistribution(
     return unpacked(records if row_dim else records[0])
 
   whole = PartitionSpec(*sharding.spec[: row_dim + 1])
-  mapped = jax.shard_map(
-    local, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=whole, check_vma=False
-  )
+  specs = {"in_specs": PartitionSpec(axes), "out_specs": whole}
+  mapped = jax.shard_map(local, mesh=mesh, check_vma=False, **specs)
   return jax.jit(mapped)

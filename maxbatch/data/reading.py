@@ -138,9 +138,8 @@ class StepReader:
     wanted = len(self._plan.steps.samples(self._step, self._plan.columns))
     pieces = self._take(wanted) or [next(self._loads)]
     self._step += 1
-    return {
-      name: self._stack([piece[name] for piece in pieces], microbatches) for name in pieces[0]
-    }
+    names = pieces[0]
+    return {name: self._stack([each[name] for each in pieces], microbatches) for name in names}
 
   def close(self) -> None:
     """Stops the threads and processes that read ahead, and frees what they have read."""

@@ -132,9 +132,8 @@ def _format(result: Sources, form_key: str) -> str:
       f"example {form_key}=parquet (or {', '.join(name for name in FORMATS if name != 'parquet')})"
     )
   if len(examples) > 1:
-    seen = ", ".join(
-      f"{len(names)} {form} ({names[0]})" for form, names in sorted(examples.items())
-    )
+    mixed = sorted(examples.items())
+    seen = ", ".join(f"{len(names)} {form} ({names[0]})" for form, names in mixed)
     raise UserError(
       f"{result.key}={result.path} mixes formats: {seen}; give a glob that names one of them, or "
       f"{form_key}={min(examples)}"

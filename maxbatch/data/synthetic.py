@@ -38,9 +38,8 @@ class SyntheticRows:
     tokens_RS = np.empty((len(indices), self.length + 1), np.int32)
     for row, index in enumerate(indices):
       draws = np.random.default_rng((self.seed, self.part, int(index)))
-      tokens_RS[row] = self.ids[
-        draws.integers(0, len(self.ids), self.length + 1, dtype=self.ids.dtype)
-      ]
+      ids = draws.integers(0, len(self.ids), self.length + 1, dtype=self.ids.dtype)
+      tokens_RS[row] = self.ids[ids]
     arrays = {
       "inputs": np.ascontiguousarray(tokens_RS[:, :-1]),
       "targets": np.ascontiguousarray(tokens_RS[:, 1:]),
@@ -48,9 +47,8 @@ class SyntheticRows:
     }
     if self.packing:
       begins_RT = np.zeros(arrays["inputs"].shape, bool)
-      arrays["segment_ids"], arrays["positions"] = segments(
-        begins_RT, np.full(len(indices), self.length)
-      )
+      filled_R = np.full(len(indices), self.length)
+      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, filled_R)
     return arrays
 
 

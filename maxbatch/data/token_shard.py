@@ -126,8 +126,7 @@ def open_shard(path: Path, *, check: bool = True, warn: bool = True) -> TokenSha
 
 
 def remove_damaged(job: ShardJob, recipe: Recipe, *, check: bool) -> None:
-  """Makes of a damaged shard a missing one, so that who finds it later need not read it. Raises
-  UserError: the folder cannot be used; names it."""
+  """Makes a damaged shard a missing one, to be read no more. Raises UserError: it cannot."""
   try:
     with claimed(_claim_path(job.path), wait=True):  # Nobody makes it anew meanwhile, or has.
       if open_shard(job.path, check=check, warn=False) is None:

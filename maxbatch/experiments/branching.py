@@ -158,9 +158,8 @@ def _blocks(request: BranchRequest, batches: Sequence[int], block: int, block_to
       f"branch_tokens={fewest * block_tokens}, less with smaller factors"
     )
   if blocks.denominator != 1:
-    near = [
-      text(tokens) for tokens in nearest_multiples(block_tokens, Fraction(request.branch_tokens))
-    ]
+    tokens = nearest_multiples(block_tokens, Fraction(request.branch_tokens))
+    near = list(map(text, tokens))
     raise UserError(
       f"branch_tokens={request.branch_tokens} must be a multiple of {block_tokens} tokens "
       f"({what}), so that all branches train on the same samples; nearest: "

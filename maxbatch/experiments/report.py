@@ -51,8 +51,7 @@ class CriticalBatchReport:
 
   @property
   def at_least(self) -> int | None:
-    """Lower bound of the critical batch in samples; None if it is the smallest branch, which has
-    no smaller one to be compared with."""
+    """Lower bound of the critical batch in samples; None if it is the smallest branch."""
     return self.critical.measured.branch.batch if self.critical.best_smaller else None
 
   @property

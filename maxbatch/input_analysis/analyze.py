@@ -65,8 +65,7 @@ def rows_to_measure(
 
   Of an object store all are taken, however long it takes: there is no part before all is copied.
 
-  The part is tokenized in a folder that is there as long as the context. Raises UserError: an input
-  cannot be used, or its smallest part takes too long.
+  The part is in a folder of this context. Raises UserError: an input cannot be used in that time.
   """
   cold = sum(one.cold_seconds for one in report.sources)
   if cold <= seconds or any(is_url(one.path) for one in report.sources):
@@ -87,9 +86,8 @@ def _part(
 ) -> RowSource:
   """Returns the rows of about that share of the training documents of one source."""
   jobs, _ = shards_of(data, tokenizer, given)
-  documents = _documents(
-    jobs, share * sum(job.size_bytes for job in jobs), can_be_divided(given.train)
-  )
+  most = share * sum(job.size_bytes for job in jobs)
+  documents = _documents(jobs, most, can_be_divided(given.train))
   if documents:
     folder.mkdir()
     cache = open_or_build(documents, folder, "train", recipe_of(data, tokenizer, given.train))

@@ -4,8 +4,7 @@ To add one: a class as `Writer` has it (run_folder/metrics.py), and a line in WR
 
 Services that show a run's records: MLflow, and Weights & Biases.
 
-Their variables mean what they mean there: MLFLOW_TRACKING_URI (else a folder of the run's),
-WANDB_PROJECT, WANDB_MODE=offline and so on.
+Their variables mean what they mean there: MLFLOW_TRACKING_URI, WANDB_PROJECT and so on.
 """
 
 import hashlib
@@ -37,9 +36,8 @@ _LONGEST = 40
 def run_identity(folder: Path) -> str:
   """Returns an identity that is the same at every start of a run in this folder alone."""
   name = re.sub(r"[^A-Za-z0-9_-]", "-", folder.name)[:_LONGEST]
-  return (
-    f"{name}-{hashlib.sha256(str(folder.absolute()).encode(errors='replace')).hexdigest()[:12]}"
-  )
+  digest = hashlib.sha256(str(folder.absolute()).encode(errors="replace"))
+  return f"{name}-{digest.hexdigest()[:12]}"
 
 
 _EXPERIMENT = "maxbatch"

@@ -1,7 +1,6 @@
 """Flash attention: softmax attention whose logits never reach the devices' main memory.
 
-B rows, T query and S key tokens, N query heads, K key/value heads, H width of a head, X tokens
-of a block.
+B rows, T query, S key tokens, N query, K key/value heads, H width of a head, X tokens of a block.
 
 The kernels are jax's own: splash attention, written in Pallas, on TPU, and cuDNN's on NVIDIA GPUs
 (Dao et al. 2022 is the algorithm of both). Both keep logits, maximum and sum of the softmax in

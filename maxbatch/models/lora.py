@@ -50,9 +50,8 @@ def frozen_paths(
 
 def _no_match(pattern: str, names: Collection[str]) -> str:
   """Returns the nearest of the parameters and of the modules that hold them."""
-  parents = {
-    name.rsplit("/", depth)[0] for name in names for depth in range(1, name.count("/") + 1)
-  }
+  depths = ((name, depth) for name in names for depth in range(1, name.count("/") + 1))
+  parents = {name.rsplit("/", depth)[0] for name, depth in depths}
   known = [*sorted(names), *(f"{parent}/*" for parent in sorted(parents))]
   scored = [
     (difflib.SequenceMatcher(None, pattern.lower(), each.lower()).ratio(), each) for each in known

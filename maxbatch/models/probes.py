@@ -166,8 +166,7 @@ def _table_square(ids_T: jax.Array, d_TD: jax.Array) -> jax.Array:
 def product(
   x: jax.Array, kernel: jax.Array, num_inputs: int, probe_BS: jax.Array, axes: LogicalAxes
 ) -> jax.Array:
-  """Multiplies as `projected`: (B, T, *in) → (B, T, *out), by a kernel of logical `axes` that is
-  measured."""
+  """Multiplies as `projected`: (B, T, *in) → (B, T, *out), a measured kernel of logical `axes`."""
   del probe_BS, axes
   return projected(x, kernel, num_inputs)
 

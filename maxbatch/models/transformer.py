@@ -98,8 +98,7 @@ def _normalized(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
 class Transformer(nnx.Module):
   """Token ids in, normalized hidden states out; the loss applies the output matrix itself.
 
-  The layers' parameters are stacked in a leading dim L whether or not scan_layers is set, so that
-  checkpoints do not depend on it.
+  The layers' parameters are stacked in a leading dim L always: checkpoints are the same.
   """
 
   block: Callable[[nnx.Rngs, ModelConfig], Block] = Block
@@ -223,8 +222,7 @@ class Transformer(nnx.Module):
     return self.policy.cast(self.embedding[...].T if self.head is None else self.head[...])
 
   def output_probe(self) -> jax.Array | TiedProbe | None:
-    """Returns the probe of that matrix (models/probes.py) once the rows are embedded; None where
-    nothing is measured."""
+    """Returns the probe of that matrix once the rows are embedded; None: it is not measured."""
     return self.tied_probe if self.head is None else probe_values(self.head_probe)
 
 

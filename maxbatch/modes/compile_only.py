@@ -71,8 +71,7 @@ def validate(
   """Checks a run, a line for each check that passes.
 
   Args:
-    config: the run, on any devices, those of a slice that is not here too. A microbatch that is to
-      be chosen is checked at the smallest size.
+    config: the run, on any devices. A microbatch that is to be chosen is checked at its smallest.
 
   Raises:
     UserError: the first check that fails, as the run itself would put it.
@@ -137,10 +136,8 @@ def _disk_space(config: Config, plan: BatchPlan, state: Mapping[str, Any], folde
     UserError: there is not, and the run is to take place on this machine.
   """
   each = sum(math.prod(x.shape) * item_bytes(x) for x in jax.tree.leaves(state))
-  keep, period = (
-    config.checkpoint.max_num_checkpoints_to_keep,
-    config.checkpoint.checkpoint_keep_period,
-  )
+  keys = config.checkpoint
+  keep, period = keys.max_num_checkpoints_to_keep, keys.checkpoint_keep_period
   forever = plan.steps // period if period > 0 else 0
   there = len(resumable_steps(RunFolder(folder).checkpoints))
   count = max(1, keep + 1 + forever - there)

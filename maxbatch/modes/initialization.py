@@ -115,9 +115,8 @@ def _otherwise(source: Source, config: Config) -> list[str]:
 
 def _check_optimizer(source: CheckpointSource, trainer: Trainer) -> None:
   kept = trainer.abstract_saved | {"params": {}}
-  saved = {
-    name: leaf for name, leaf in source.record["leaves"].items() if not name.startswith("params/")
-  }
+  leaves = source.record["leaves"].items()
+  saved = {name: leaf for name, leaf in leaves if not name.startswith("params/")}
   misfits = state_differences({"leaves": saved}, named_leaves(kept))
   if misfits:
     raise UserError(

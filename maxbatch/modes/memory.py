@@ -41,8 +41,7 @@ def check_memory(
     beside: bytes that each holds besides, by name.
 
   Raises:
-    UserError: the state, the rows of a dispatch or the activations of a single layer are more than a
-      device has, or than device_memory_gb.
+    UserError: state, rows of a dispatch or activations of a layer are more than a device has.
   """
   accumulators = bytes_per_device(state.opt_state.acc_grads)
   sizes = {
@@ -52,9 +51,8 @@ def check_memory(
     "accumulators": accumulators,
     **beside,
   }
-  parts = ", ".join(
-    f"{name} {gib(size)}" for name, size in sizes.items() if size or name in _ALWAYS
-  )
+  said = {name: size for name, size in sizes.items() if size or name in _ALWAYS}
+  parts = ", ".join(f"{name} {gib(size)}" for name, size in said.items())
   total, capacity = sum(sizes.values()), _capacity(config, devices)
   if total > capacity:
     raise UserError(

@@ -116,9 +116,8 @@ class PlanReport:
   def _table(self) -> str:
     above = ("", "first", "first", "first", "", "", "per", "micro-", "learning", "")
     head = ("", "step", "sample", "token", "steps", "batch", "device", "batches", "rate", "")
-    lines = Table(above, [head, *(_cells(self._phase(phase)) for phase in self.plan.phases)]).lines(
-      ""
-    )
+    rows = [head, *(_cells(self._phase(phase)) for phase in self.plan.phases)]
+    lines = Table(above, rows).lines("")
     missed = ", ".join(map(str, self.plan.phases_not_reached))
     return section("Phases", [*lines, *([f"without a step: {missed}"] if missed else [])])
 

@@ -84,8 +84,7 @@ def make_noise(
 def calibration_programs(
   config: Config, plan: BatchPlan, devices: Sequence[Device], source: RowSource
 ) -> contextlib.AbstractContextManager[StepPrograms | None]:
-  """Returns the steps that measure all layers, compiled when first called for; None if there are
-  none."""
+  """Returns the steps that measure all layers, compiled when first called; None without any."""
   if not calibrates(config):
     return contextlib.nullcontext()
   ordinary = dataclasses.replace(config.compile, compiled_step="", save_compiled_step="")
@@ -159,9 +158,8 @@ class Pretraining:
     """Chooses the microbatch size, then num_pipeline_microbatches, which divides it.
 
     Raises:
-      UserError: nothing fits, the model cannot be split as the keys ask, there is no such metrics
-        writer, the noise scale cannot be measured so, or the learning rate's schedule does not fit
-        into the run.
+      UserError: nothing fits, the model cannot be split as the keys ask, a metrics writer is
+        unknown, or the noise scale or the learning rate's schedule does not go with the run.
     """
     chosen_writers(config.run.metrics_writers, config.run.plugins)
     if purpose is Purpose.VALIDATE:

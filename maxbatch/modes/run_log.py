@@ -149,8 +149,7 @@ def _events(folder: Path, module: str) -> Iterator[tuple[str, float, object]]:
 def exponents(trainer: Trainer, parameters: Parameters, rows: Rows) -> list[Exponents]:
   """Returns what a backward pass in float32 through a microbatch (B, T) meets, by tensor and layer.
 
-  All processes must call it, with layers in the model's order. What the trainer's model computes in does
-  not matter.
+  All processes must call it, with layers in the model's order. Formats of the model do not matter.
   """
   config, length = trainer.model.config, rows.inputs.shape[1]
   model = build_model(config, length, "exponents", trainer.model.trainable)

@@ -191,9 +191,8 @@ def _installation() -> dict[str, object]:
   """Returns Python, packages, the compiler's environment, and a hash of each of our files."""
   versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
   package = Path(__file__).parents[1]
-  sources = {
-    f"maxbatch/{path.relative_to(package)}": _hash(path) for path in sorted(package.rglob("*.py"))
-  }
+  files = sorted(package.rglob("*.py"))
+  sources = {f"maxbatch/{path.relative_to(package)}": _hash(path) for path in files}
   compiler = compiler_environment(jax.local_devices()[0])
   return {"python": platform.python_version()} | library_versions() | versions | compiler | sources
 
@@ -201,8 +200,7 @@ def _installation() -> dict[str, object]:
 def own_modules(config: Config) -> dict[str, object]:
   """Hashes each file that a key names as module:attribute.
 
-  And of those beside it that all processes have imported by now: what it needs, as a rule. All
-  processes must call it, in the same order.
+  And of those beside it that all processes have imported. All processes must call it, in order.
   """
   named = _named_files(config)
   folders, imported = {path.parent for path in named.values()}, dict[str, Path]()

@@ -94,9 +94,8 @@ def sum_up(
     parts = [key for key in last if key.startswith("eval/loss/") and key in first]
     of_each = ", ".join(f"{key[10:]} {first[key]:.3f} → {last[key]:.3f}" for key in parts)
     change = colored(f"{first['eval/loss']:.3f} → {last['eval/loss']:.3f}", "bold")
-    print(
-      for_screen(f"Validation loss {change} nats per token" + (f" ({of_each})" if parts else ""))
-    )
+    line = f"Validation loss {change} nats per token" + (f" ({of_each})" if parts else "")
+    print(for_screen(line))
   print(f"Everything is in {folder.path}")
 
 
@@ -118,8 +117,7 @@ def print_next(
 
 
 def _longer(resolved: ResolvedRun, plan: BatchPlan) -> str:
-  """Suggests twice the budget, and beside it what keeps the learning rate where a longer schedule
-  raises it."""
+  """Suggests twice the budget, and what keeps the rate where a longer schedule raises it."""
   config, unit, end = resolved.config.optimizer, resolved.config.run.schedule_unit, plan.end()
   budget = dataclasses.replace(plan.budget, amount=2 * plan.budget.amount)
   keys = f"{budget.key}={int(budget.amount * budget.scale)}"

@@ -114,10 +114,8 @@ def place(scale: Interval, batch: int) -> str:
 def _change(scale: Interval, batch: int, factor: float) -> tuple[str, str]:
   """Returns changes of data and steps with `factor` times the batch, such as 28% and 36%."""
   costs = [cost_of_change(batch, factor, part) for part in (scale.value, scale.low, scale.high)]
-  return (
-    percent([abs(cost.data - 1) for cost in costs]),
-    percent([abs(cost.steps - 1) for cost in costs]),
-  )
+  data, steps = ([abs(each - 1) for each in both] for both in zip(*costs, strict=True))
+  return percent(data), percent(steps)
 
 
 def percent(shares: Sequence[float]) -> str:
@@ -170,8 +168,7 @@ def _unavailable(estimate: Estimate, batch: int) -> str:
 def shown(interval: Interval) -> tuple[str, str, str]:
   """Rounds value, low and high to the interval's precision; low and high keep two digits or more.
 
-  Rounds by the rule of the Particle Data Group: an error that begins with 10 to 35 keeps two
-  digits, a larger one keeps one.
+  Rounds as the Particle Data Group: an error that begins with 10 to 35 keeps two digits, else one.
   """
   value, low, high = interval.value, interval.low, interval.high
   error = max(min(value - low, high - value), 1e-3 * abs(value))

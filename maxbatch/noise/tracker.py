@@ -54,9 +54,8 @@ class NoiseTracker(NoiseGroups):
       if slope is not None:
         return Calibration("ok", steps, slope)
       steps //= 2
-    return Calibration(
-      "insufficient" if count >= FEWEST_CALIBRATION_STEPS else "unavailable", count
-    )
+    status = "insufficient" if count >= FEWEST_CALIBRATION_STEPS else "unavailable"
+    return Calibration(status, count)
 
   def predicted_total(self) -> Estimate:
     """Returns the noise scale of the whole model, predicted from its normalization layers'."""

@@ -82,8 +82,7 @@ def from_csv(text: str, shape: TimetableShape, name: str) -> Timetable:
 
 
 def _max_ticks(shape: TimetableShape) -> int:
-  """Returns the ticks of the slowest useful timetable: every forward and backward alone, one after
-  another."""
+  """Returns the ticks of the slowest useful timetable: each forward and backward by itself."""
   return 2 * shape.forwards_per_stage * shape.stages * shape.forwarding_delay
 
 
@@ -98,9 +97,8 @@ def _header(names: list[str], name: str) -> list[str]:
     if columns.count(column) > 1:
       raise UserError(f"{name}:1: the column {column} appears twice; keep one")
   slots = _SLOT_COLUMNS if set(_SLOT_COLUMNS) & set(columns) else ()
-  missing = [
-    column for column in (*_INDEX_COLUMNS, *_PASS_COLUMNS, *slots) if column not in columns
-  ]
+  wanted = (*_INDEX_COLUMNS, *_PASS_COLUMNS, *slots)
+  missing = [column for column in wanted if column not in columns]
   if missing:
     raise UserError(
       f"{name}:1: the first line lacks the columns {', '.join(missing)}; it must name all columns, "
@@ -124,9 +122,8 @@ def _values(row: list[str], columns: list[str], where: str) -> dict[str, int | N
     raise UserError(
       f"{where}: {len(row)} cells, but the first line names {len(columns)} columns; give as many"
     )
-  return {
-    column: _number(cell.strip(), column, where) for column, cell in zip(columns, row, strict=True)
-  }
+  cells = zip(columns, row, strict=True)
+  return {column: _number(cell.strip(), column, where) for column, cell in cells}
 
 
 def _number(text: str, column: str, where: str) -> int | None:

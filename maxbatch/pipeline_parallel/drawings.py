@@ -68,17 +68,14 @@ def chrome_trace(table: Timetable, title: str) -> str:
   """Returns the trace in Google's "Trace Event Format", as JSON, with a thread per stage."""
   times = tick_times(table, _MICROSECONDS)
   events: list[dict[str, Any]] = [_metadata("process_name", 0, title)]
-  events += [
-    _metadata("thread_name", stage, f"stage {stage}") for stage in range(table.shape.stages)
-  ]
+  stages = range(table.shape.stages)
+  events += [_metadata("thread_name", stage, f"stage {stage}") for stage in stages]
   for tick, chunk, forward in table.forwards():
-    events.append(
-      _event("F", tick, chunk, forward, times[tick].forward_start, _MICROSECONDS.forward)
-    )
+    start = times[tick].forward_start
+    events.append(_event("F", tick, chunk, forward, start, _MICROSECONDS.forward))
   for tick, chunk, backward in table.backwards():
-    events.append(
-      _event("B", tick, chunk, backward, times[tick].backward_start, _MICROSECONDS.backward)
-    )
+    start = times[tick].backward_start
+    events.append(_event("B", tick, chunk, backward, start, _MICROSECONDS.backward))
   return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
 
 

@@ -152,9 +152,8 @@ class PipelineReport:
     capacity = _input_slots(other) * input_bytes(self.config, other)
     kept = f"{_input_slots(other):,} × {_mib(input_bytes(self.config, other))} = {_mib(capacity)}"
     idle = percent(predicted_bubble(other.shape))
-    chosen = (
-      " (this)" if num_pipeline_microbatches == self.pipeline.num_pipeline_microbatches else ""
-    )
+    is_chosen = num_pipeline_microbatches == self.pipeline.num_pipeline_microbatches
+    chosen = " (this)" if is_chosen else ""
     return (
       f"{num_pipeline_microbatches:,}{chosen}",
       f"{other.shape.microbatches:,}",
@@ -176,9 +175,8 @@ def comparison(config: Config, plan: BatchPlan) -> str:
   others: list[str] = []
   for name in SCHEDULES:
     try:
-      rows.append(
-        _comparison_row(config, pipeline_of(_with_schedule(config, name), plan.topology, plan))
-      )
+      other = pipeline_of(_with_schedule(config, name), plan.topology, plan)
+      rows.append(_comparison_row(config, other))
     except UserError as error:
       others.append(f"{name}: {error}")
   if not rows:

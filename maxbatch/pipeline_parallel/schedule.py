@@ -81,9 +81,8 @@ def _cell_with_slots(
     forward = dataclasses.replace(forward, slot=input_slots[forward.repeat, forward.microbatch])
   if backward is not None:
     task = (backward.repeat, backward.microbatch)
-    backward = dataclasses.replace(
-      backward, slot=input_slots[task], gradient_slot=gradient_slots[task]
-    )
+    slots = {"slot": input_slots[task], "gradient_slot": gradient_slots[task]}
+    backward = dataclasses.replace(backward, **slots)
   return Cell(forward, backward)
 
 

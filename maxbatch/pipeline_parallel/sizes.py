@@ -218,11 +218,8 @@ class Pipeline:
     }
 
   def __str__(self) -> str:
-    sizes = [
-      f"{self.stages} stages",
-      counted(self.repeats, "repeat"),
-      counted(self.layers, "layer"),
-    ]
+    parts = (self.repeats, "repeat"), (self.layers, "layer")
+    sizes = [f"{self.stages} stages", *(counted(*part) for part in parts)]
     return (
       f"{self.schedule}: {' × '.join(sizes)}; {self.shape.microbatches:,} microbatches in a "
       f"timetable, each of {counted(self.rows, 'sample')} per group of devices; bubble "
@@ -231,8 +228,7 @@ class Pipeline:
 
 
 class EvalMicrobatches(NamedTuple):
-  """The microbatches of an evaluation's batch, which need not divide as the training batch must: the
-  last one is padded with rows of weight zero."""
+  """The microbatches of an evaluation's batch; the last is padded with rows of weight zero."""
 
   microbatches: int
   rows: int

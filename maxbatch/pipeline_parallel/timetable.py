@@ -5,8 +5,7 @@ forward and one backward on each stage, then the exchange, in which outputs go t
 gradients to the previous one. The last stage computes the loss right after its forward of the last
 repeat, so the backward of that microbatch may be in the same tick.
 
-Symbols in this folder: p stages, m microbatches, v repeats (model chunks of a stage), h the
-forwarding delay in ticks.
+Symbols here: p stages, m microbatches, v repeats (a stage's chunks), h forwarding delay in ticks.
 """
 
 import dataclasses
@@ -29,8 +28,7 @@ class TimetableShape:
     stages: pipeline stages, the groups of devices that each hold some of the layers.
     microbatches: parts of the batch that go through the stages one after another.
     repeats: times a microbatch goes through all stages, and model chunks of a stage.
-    forwarding_delay: ticks from computing a result to using it on the next stage: 1, or 2 when the
-      transfer overlaps with a whole tick of computation.
+    forwarding_delay: ticks until the next stage uses a result: 1, or 2 if overlapped with a tick.
   """
 
   stages: int

@@ -115,9 +115,8 @@ class _Drawn:
     self._groups: dict[str, list[GlyphRenderer]] = {}
     self._lines: list[GlyphRenderer] = []
     self._narrowest = _narrowest_pixels(chart)
-    self._figures = [
-      self._figure(panel, is_last=panel is chart.panels[-1]) for panel in chart.panels
-    ]
+    last = chart.panels[-1]
+    self._figures = [self._figure(panel, is_last=panel is last) for panel in chart.panels]
 
   def models(self) -> list[Model]:
     """Returns the figures, and what switches their axis."""

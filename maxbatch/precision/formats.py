@@ -10,8 +10,7 @@ from maxbatch.config.schema import PrecisionConfig
 class Format:
   """A binary floating-point format with a sign, laid out as IEEE 754 does it.
 
-  The largest exponent means infinity or NaN, and below the smallest normal number there are
-  subnormal ones, down to zero (gradual underflow).
+  The largest exponent means infinity or NaN, and there are subnormal numbers (gradual underflow).
   """
 
   name: str

@@ -59,8 +59,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def appearing(folder: Path) -> Iterator[Path]:
   """Yields a folder to write to, renamed to `folder` at the end; after an error none is left.
 
-  What a process that was killed has left under the temporary name is removed by the next one. Two
-  must not write the same folder at once.
+  What a killed process left under the temporary name is removed. Two must not write at once.
 
   Args:
     folder: not there yet, or empty.

@@ -133,9 +133,8 @@ class Curves:
 
   def add(self, step: int, values: Mapping[str, float]) -> None:
     """Adds one point to each curve."""
-    points = [
-      _SUMMARIES.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()
-    ]
+    make = _SUMMARIES.Summary.Value
+    points = [make(tag=tag, simple_value=value) for tag, value in values.items()]
     self._append(step=step, summary=_SUMMARIES.Summary(value=points))
 
   def add_text(self, step: int, tag: str, text: str) -> None:
@@ -143,9 +142,8 @@ class Curves:
     # It is taken for Markdown, in which an indented line is code.
     shown = "".join(f"    {line}\n" for line in text.splitlines())
     plugin = _SUMMARIES.SummaryMetadata.PluginData(plugin_name="text")
-    content = _TENSORS.TensorProto(
-      dtype=_TYPES.DT_STRING, string_val=[shown.encode(errors="replace")]
-    )
+    encoded = shown.encode(errors="replace")
+    content = _TENSORS.TensorProto(dtype=_TYPES.DT_STRING, string_val=[encoded])
     metadata = _SUMMARIES.SummaryMetadata(plugin_data=plugin)
     value = _SUMMARIES.Summary.Value(tag=tag, metadata=metadata, tensor=content)
     self._append(step=step, summary=_SUMMARIES.Summary(value=[value]))
@@ -345,8 +343,7 @@ class EventLog:
   """Appends events to a run's file; a context manager."""
 
   def __init__(self, folder: Path, report: Callable[[str], None] = print):
-    """Takes as `report` a function that receives a line when events cannot be written, which ends
-    no run. Raises OSError: the file cannot be opened."""
+    """Takes as `report` what receives a line when events cannot be written. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     self._file = AppendedFile(RunFolder(folder).events, report)
 

@@ -223,9 +223,8 @@ def best_of(runs: Sequence[RunHistory]) -> int:
 
 def differing(runs: Sequence[RunHistory]) -> Table:
   """Returns the keys that differ between the runs."""
-  keys = [
-    key for key in dict.fromkeys(key for run in runs for key in run.config) if key != "run_name"
-  ]
+  every = dict.fromkeys(key for run in runs for key in run.config)
+  keys = [key for key in every if key != "run_name"]
   rows = [
     (key, *(shown(run.config[key]) if key in run.config else "–" for run in runs))
     for key in keys
@@ -237,17 +236,8 @@ def differing(runs: Sequence[RunHistory]) -> Table:
 def sweep(runs: Sequence[RunHistory], states: Sequence[str]) -> Table:
   """Returns a row for each run, with the keys that differ and how it went."""
   keys = [row[0] for row in differing(runs).rows if row[0] != "base_output_directory"]
-  head = (
-    "run",
-    *keys,
-    "state",
-    "step",
-    "tokens",
-    "training loss",
-    "validation loss",
-    "time",
-    "tokens/s",
-  )
+  losses = ("training loss", "validation loss")
+  head = ("run", *keys, "state", "step", "tokens", *losses, "time", "tokens/s")
   rows: list[Row] = []
   for run, state in zip(runs, states, strict=True):
     last, speed = run.metrics.last, recent(run, "tokens_per_second")

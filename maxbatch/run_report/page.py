@@ -77,9 +77,8 @@ def _shown(run: RunHistory) -> SimpleNamespace:
   """Returns what the template says of one run."""
   plan, uses = _planned(run), facts.seconds_by_use(run)
   start = (run.of_kind(START) or [{}])[-1]
-  shares = [
-    (name, span(seconds), f"{seconds / sum(uses.values()):.1%}") for name, seconds in uses.items()
-  ]
+  total = sum(uses.values())
+  shares = [(name, span(each), f"{each / total:.1%}") for name, each in uses.items()]
   bars = Panel("", [Bars("", list(uses), list(uses.values()))])
   time_chart = Chart("where the time went", ["seconds"], [bars], row_names=list(uses))
   return SimpleNamespace(
@@ -197,9 +196,8 @@ def profile_tables(profile: Mapping[str, Any], reports: Sequence[Mapping[str, An
   estimates = [_part(_part(each, "estimate"), "seconds_by_scope") for each in reports]
   estimated = next((each for each in reversed(estimates) if each), {})
   scopes = _part(profile, "seconds_by_scope")
-  measured = [
-    (*cells, *_beside(scopes[cells[0]], estimated.get(cells[0]))) for cells in _shares(scopes)
-  ]
+  rows = _shares(scopes)
+  measured = [(*row, *_beside(scopes[row[0]], estimated.get(row[0]))) for row in rows]
   tables = {
     "Time of a traced step": Table(
       ("part of the model", "measured", "share", "estimated", "estimate / measured"), measured

@@ -114,9 +114,8 @@ def read_prompts(file: str) -> list[Prompt]:
     raise UserError(f"prompts_file={shown(file)} is empty; write a prompt into each line")
   if not file.endswith(".jsonl"):
     return list(lines)
-  return [
-    _prompt_of(line, f"prompts_file={shown(file)}, line {n}") for n, line in enumerate(lines, 1)
-  ]
+  where = f"prompts_file={shown(file)}, line"
+  return [_prompt_of(line, f"{where} {n}") for n, line in enumerate(lines, 1)]
 
 
 def _prompt_of(line: str, where: str) -> Prompt:

@@ -63,8 +63,7 @@ class Sampler:
   choice: Choice
   max_new_tokens: int
   max_target_length: int
-  """Tokens of a row in training. A token follows from at most as many before it: the model knows no
-  others, and learned positions end there."""
+  """Tokens of a row in training: a token follows from at most as many before it."""
   mesh: Mesh | None = None
   """Over which the parameters are divided; None: they are on one device."""
   keeps_choices: bool = False

@@ -159,9 +159,8 @@ def _loss(
 def _constrained(model: Model, gradients: dict[str, Parameters]) -> dict[str, Parameters]:
   """Returns the gradients, those of parameters laid out like them."""
   axes = model.axes()
-  return gradients | {
-    _PARAMS: by_path(lambda path, g: constrain(g, axes[path]), gradients[_PARAMS])
-  }
+  kept = by_path(lambda path, g: constrain(g, axes[path]), gradients[_PARAMS])
+  return gradients | {_PARAMS: kept}
 
 
 def _summands(model: Model, gradients: dict[str, Parameters]) -> dict[str, Parameters]:

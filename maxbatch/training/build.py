@@ -345,11 +345,7 @@ def train_rows(
 
 def row_hosts(trainer: Trainer, plan: BatchPlan) -> Callable[[int, int], str]:
   """Says, of a microbatch size and a column of such microbatches, which hosts its rows pass through."""
-
-  def hosts(micro_batch: int, column: int) -> str:
-    return _row_placement(trainer, plan, micro_batch).hosts(column)
-
-  return hosts
+  return lambda micro_batch, column: _row_placement(trainer, plan, micro_batch).hosts(column)
 
 
 def _row_placement(trainer: Trainer, plan: BatchPlan, micro_batch: int) -> RowPlacement:

@@ -44,9 +44,8 @@ def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
       parts = trainer.model, trainer.pipeline, trainer.mesh
       return EvalMetrics(*pipelined_sums(*parts, params, rows, metrics), None)
     sums = loss_parts(trainer.model, params, rows, None, metrics=metrics)
-    return EvalMetrics(
-      sums.loss.sum(), rows.weights.sum(), jax.tree.map(jnp.sum, sums.metrics), None
-    )
+    of_metrics = jax.tree.map(jnp.sum, sums.metrics)
+    return EvalMetrics(sums.loss.sum(), rows.weights.sum(), of_metrics, None)
 
   def evaluate(params: Parameters, rows: Rows) -> EvalMetrics:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):

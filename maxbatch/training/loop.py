@@ -224,13 +224,13 @@ def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Reco
 
 
 def _check_rows(job: Job, before: Position, wrong: Sequence[int | None]) -> None:
-  """Raises RowsError, with what is saved, if a row of the step is not what was read for it."""
-  size, first = job.plan.phase_at(before.samples).micro_batch, before.samples
+  size, where = job.plan.phase_at(before.samples).micro_batch, f"step {before.step + 1}"
   hosts = functools.partial(job.row_hosts, size)
-  try:
-    check_rows(wrong, f"step {before.step + 1}", first, size, hosts)
-  except RowsError as error:
-    raise RowsError(f"{error}; {_last_good(job)}. Nothing of that step is saved") from None
+
+  def saved() -> str:
+    return f"{_last_good(job)}. Nothing of that step is saved"
+
+  check_rows(wrong, where, before.samples, size, hosts, saved)
 
 
 def _note(job: Job, record: Record) -> None:
@@ -273,9 +273,8 @@ def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
   known = [peak["peak_bytes_in_use"] for peak in peaks if peak and "peak_bytes_in_use" in peak]
   on_devices = {"device_peak_bytes": max(known)} if known else {}
   seconds, on_host = time.perf_counter() - began, host_peak_bytes()
-  job.outputs.events.note(
-    EVALUATED, step=step, seconds=seconds, host_peak_bytes=on_host, **on_devices
-  )
+  memory = {"host_peak_bytes": on_host, **on_devices}
+  job.outputs.events.note(EVALUATED, step=step, seconds=seconds, **memory)
   return result
 
 
@@ -326,7 +325,9 @@ def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
     except WrongRowError as error:
       wrong.append(error.place)
   of_source = f" of {rows.name}" if rows.name else ""
-  _check_eval_rows(job, f"validation{of_source}", wrong)
+  size = job.plan.eval_batch
+  hosts, saved = functools.partial(job.row_hosts, size), functools.partial(_last_good, job)
+  check_rows(wrong, f"validation{of_source}", 0, size, hosts, saved)
   total = jax.tree.map(lambda *each: sum(map(float, each)), *sums)
   loss = total.loss / total.weight
   if not math.isfinite(loss):
@@ -335,15 +336,6 @@ def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
     )
   metrics = token_values(total.metrics, total.weight)
   return {"loss": loss} | {name: float(value) for name, value in metrics.items()}
-
-
-def _check_eval_rows(job: Job, where: str, wrong: Sequence[int | None]) -> None:
-  """Raises RowsError, with what is saved, if a row of an evaluation is not what was read for it."""
-  size = job.plan.eval_batch
-  try:
-    check_rows(wrong, where, 0, size, functools.partial(job.row_hosts, size))
-  except RowsError as error:
-    raise RowsError(f"{error}; {_last_good(job)}") from None
 
 
 def _last_good(job: Job) -> str:

@@ -62,15 +62,11 @@ def check_skips(
   if count < scaling.max_skipped_in_a_row:
     return
   if math.isfinite(loss):
+    smaller = "min_loss_scale" if scaling.is_dynamic else "loss_scale, or loss_scale=dynamic"
     why = (
-      "the gradients overflow, as far as the scale has shrunk; "
-      + (
-        "a smaller min_loss_scale"
-        if scaling.is_dynamic
-        else "a smaller loss_scale, or loss_scale=dynamic"
-      )
-      + ", a lower learning_rate or a longer warmup_steps may help, or precision=bfloat16, which has the "
-      "range of float32"
+      f"the gradients overflow, as far as the scale has shrunk; a smaller {smaller}, a lower "
+      "learning_rate or a longer warmup_steps may help, or precision=bfloat16, which has the range "
+      "of float32"
     )
   else:
     why = (

@@ -280,24 +280,16 @@ class NoiseMeter:
     self._tokens_per_sample = 0.0
 
   def is_calibration(self, step: int) -> bool:
-    """Returns whether the update after `step` others measures all layers, to calibrate what the
-    norms measure."""
     return self._calibrates and (step + 1) % self._every == 0
 
   def model_at(self, step: int) -> Model:
-    """Returns the model that the update after `step` others runs."""
     return self._models[self.is_calibration(step)]
 
   def observe(self, step: int, metrics: StepMetrics) -> Record:
-    """Returns what the update after `step` others adds to its record; `metrics` are on the host."""
     if metrics.noise is None or metrics.weight == 0:
       return {}
-    model = self.model_at(step)
-    measured = moments_by_group(
-      model.probed(),
-      metrics,
-      every_layer=self._gns == "all" or self.is_calibration(step),
-    )
+    every_layer = self._gns == "all" or self.is_calibration(step)
+    measured = moments_by_group(self.model_at(step).probed(), metrics, every_layer=every_layer)
     self._tracker.add(measured)
     self._tokens_per_sample = float(metrics.weight) / max(float(metrics.noise.rows), 1.0)
     record: Record = {}
@@ -309,23 +301,17 @@ class NoiseMeter:
 
   def total(self) -> Estimate:
     """Returns the whole model's noise scale, measured or predicted; else by microbatches."""
-    result = (
-      self._tracker.predicted_total() if self._gns == "norm" else self._tracker.estimate(TOTAL)
-    )
     if self._gns == "off":
       return self._tracker.estimate(FROM_MICROBATCHES)
-    return result
+    return self._tracker.predicted_total() if self._gns == "norm" else self._tracker.estimate(TOTAL)
 
   def line(self, batch: int) -> str:
-    """Says what is known, and what it means for steps of `batch` samples."""
     return advice(self.total(), batch, self._tokens_per_sample or 1.0, self._left_out())
 
   def as_dict(self) -> dict[str, Any]:
-    """Returns plain JSON, from which a resumed run goes on as this one would."""
     return {"tracker": self._tracker.as_dict(), "tokens_per_sample": self._tokens_per_sample}
 
   def restore(self, content: Mapping[str, Any]) -> None:
-    """Takes up what `as_dict` gave; a window of another length begins anew."""
     tracker = NoiseTracker.from_dict(content["tracker"])
     if tracker.window_steps == self._tracker.window_steps:
       self._tracker, self._tokens_per_sample = tracker, content["tokens_per_sample"]
@@ -333,9 +319,8 @@ class NoiseMeter:
   def _figures(self) -> Record:
     """Returns the known scales by group, in samples; of the whole with what is known about it."""
     estimates = self._tracker.estimates()
-    record: Record = {
-      f"gns/{name}": each.scale.value for name, each in estimates.items() if each.scale
-    }
+    known = {name: each.scale for name, each in estimates.items() if each.scale}
+    record: Record = {f"gns/{name}": scale.value for name, scale in known.items()}
     record.pop(f"gns/{TOTAL}", None)
     total = self.total()
     if total.scale is not None:

@@ -75,19 +75,15 @@ class TextLoss:
   """Cross entropy, weighted by token: what is fed are rows alone."""
 
   def batch_shapes(self, rows: Rows) -> Rows:
-    """Returns the rows' shapes."""
     return rows
 
   def rows(self, batch: Rows) -> Rows:
-    """Returns the batch."""
     return batch
 
   def keys(self, model: Model, dropout_key: jax.Array, batch: Rows) -> jax.Array | None:
-    """Returns the dropout keys of the rows' samples; None for a model without dropout."""
     return row_keys(model, dropout_key, batch)
 
   def metrics(self, chosen: Metrics) -> Metrics:
-    """Returns all of them."""
     return chosen
 
   def __call__(
@@ -100,17 +96,14 @@ class TextLoss:
     metrics: Metrics,
     scale: jax.Array | None = None,
   ) -> tuple[Terms, Stats]:
-    """Returns the sums over the tokens of some rows."""
     sums, terms, stats = row_sums(
       model, parameters, microbatch, keys_B, probes, metrics, scale, is_training=True
     )
     loss, of_tokens = jax.tree.map(lambda x_F: partial_sums.of_rows(x_F[:, None]), sums)
     weight = partial_sums.of_rows(microbatch.weights.sum(1, keepdims=True))
     own_terms, own_stats = model_sums(terms, stats, scale)
-    return (
-      OrderedDict({LOSS: Ratio(loss, weight)} | own_terms),
-      ratios(of_tokens, weight) | own_stats,
-    )
+    all_terms = OrderedDict({LOSS: Ratio(loss, weight)} | own_terms)
+    return all_terms, ratios(of_tokens, weight) | own_stats
 
 
 TEXT = TextLoss()

@@ -57,8 +57,7 @@ def shared_axes(shape: Sequence[int], of: Sequence[int], axes: LogicalAxes) -> L
   Args:
     shape: of the leaf.
     of: the parameter's shape.
-    axes: the parameter's logical axes. Each names one dim of the leaf at most, in the parameter's
-      order where sizes leave a choice.
+    axes: the parameter's logical axes; each names one dim at most, in the parameter's order.
   """
   left, last, names = list(range(len(of))), -1, []
   for size in shape:
@@ -214,9 +213,8 @@ def muon(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
     optax.add_decayed_weights(config.adam_weight_decay),
     optax.scale(-1.0),
   )
-  return optax.chain(
-    optax.masked(kernels, in_kernels), optax.masked(adamw(config, axes), elsewhere)
-  )
+  others = optax.masked(adamw(config, axes), elsewhere)
+  return optax.chain(optax.masked(kernels, in_kernels), others)
 
 
 def _scale_to_rms(dims_of_each: Callable[[Any], Any]) -> optax.GradientTransformation:

@@ -130,9 +130,8 @@ def pipelined_sums(
 ) -> Sums:
   """Returns loss, without dropout and z-loss, weight and metrics, summed over all tokens of any batch
   (B, T) with B divided over the data and fsdp axes; the layers are in the order of the stages."""
-  sizes = eval_microbatches(
-    pipeline, rows.inputs.shape[0] // mesh.shape["data"] // mesh.shape["fsdp"]
-  )
+  rows_each = rows.inputs.shape[0] // mesh.shape["data"] // mesh.shape["fsdp"]
+  sizes = eval_microbatches(pipeline, rows_each)
   local = functools.partial(_local_sums, ModelParts(model, None, metrics), pipeline, sizes)
   return jax.shard_map(
     local,
@@ -159,8 +158,7 @@ def stage_residual_bytes(
 ) -> int:
   """Returns bytes of one microbatch's residuals on one device, without its input.
 
-  `params` are all parameters, `rows` accumulation steps (k, B, T), or their shapes. The model is only traced, so
-  the devices of the mesh need not exist.
+  `params` are all parameters, `rows` accumulation steps (k, B, T), or shapes: it is only traced.
   """
   result = 0
 

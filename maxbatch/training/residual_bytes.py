@@ -59,9 +59,8 @@ def _residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
   model_config = resolve_attention(config.model, length, there or device, policy.compute)
   model = build_model(model_config, length, trainable=trainable, policy=policy)
   bind_layered(model, model.shapes())
-  return stage_residual_bytes(
-    model, pipeline, mesh, model.shapes(), _rows(config, plan), jax.random.key(0)
-  )
+  inputs = model.shapes(), _rows(config, plan), jax.random.key(0)
+  return stage_residual_bytes(model, pipeline, mesh, *inputs)
 
 
 def _rows(config: Config, plan: BatchPlan) -> Rows:

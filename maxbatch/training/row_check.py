@@ -41,6 +41,7 @@ def check_rows(
   first_sample: int,
   micro_batch: int,
   hosts: Callable[[int], str],
+  saved: Callable[[], str],
 ) -> None:
   """Checks what the dispatches of a step found, or the batches of an evaluation.
 
@@ -50,6 +51,7 @@ def check_rows(
     first_sample: of the step.
     micro_batch: rows of a microbatch.
     hosts: says of a column of a microbatch who read it and who uses it.
+    saved: says what is saved.
 
   Raises:
     RowsError: a row is not what was read for its sample.
@@ -58,6 +60,6 @@ def check_rows(
     if place is not None and place != NONE_WRONG:
       row, column = row_of_step(dispatch, place, micro_batch)
       raise RowsError(
-        f"{where}: row {row} (sample {first_sample + row}), {hosts(column)}, is not "
-        "what was read: on the way it was swapped, lost, repeated or changed"
+        f"{where}: row {row} (sample {first_sample + row}), {hosts(column)}, is not what was read: "
+        f"on the way it was swapped, lost, repeated or changed; {saved()}"
       )

@@ -135,9 +135,8 @@ def _with_twice_the_rows(stage_input: StageInput) -> StageInput:
   def twice(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
 
-  return stage_input._replace(
-    x_RTD=twice(stage_input.x_RTD), rows=jax.tree.map(twice, stage_input.rows)
-  )
+  rows = jax.tree.map(twice, stage_input.rows)
+  return stage_input._replace(x_RTD=twice(stage_input.x_RTD), rows=rows)
 
 
 def _with_twice_the_heads(

@@ -93,11 +93,8 @@ def zero_step_sums(model: Model, measures: Measures) -> StepSums:
   own_terms, own_stats = zero_model_sums(model)
   stats = zero_stats(measures.metrics) | own_stats
   if measures.noise(model):
-    stats |= {
-      ROWS: Sum(zero),
-      ROW_TOKENS_SQUARED: Sum(zero),
-      PROBES: Sum(zero_probe_squares(model)),
-    }
+    stats |= dict.fromkeys((ROWS, ROW_TOKENS_SQUARED), Sum(zero))
+    stats[PROBES] = Sum(zero_probe_squares(model))
   squares = Squares(zero, zero, zero, zero) if measures.microbatch_squares else None
   return StepSums(OrderedDict({LOSS: Ratio(zero, zero)} | own_terms), stats, squares)
 

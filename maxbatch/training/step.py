@@ -94,8 +94,7 @@ class StepMetrics(NamedTuple):
   weight: jax.Array
   """float32: tokens that counted."""
   metrics: dict[str, jax.Array]
-  """float32: the metrics that the run lists (training/metrics.py), and the model's terms and statistics,
-  by name."""
+  """float32: the run's metrics (training/metrics.py), and the model's terms and statistics."""
   noise: NoiseSums | None = None
   """What the noise scale is estimated from; None where it is not measured."""
   of_step: Parameters | None = None
@@ -207,8 +206,7 @@ class Trainer:
     return jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *each)
 
   def to_save(self, state: TrainState, policies: Sequence[Parameters] = ()) -> dict[str, Any]:
-    """Returns what a checkpoint holds of a state, its layers in the model's order, and of earlier
-    policies."""
+    """Returns what a checkpoint holds of a state, layers in the model's order, and of policies."""
     inner = self.by_layer(state.opt_state.inner_opt_state)
     opt_state = state.opt_state._replace(inner_opt_state=inner)
     frozen = self.by_layer(state.frozen) if self.keeps_frozen else {}
@@ -233,9 +231,8 @@ class Trainer:
     staged = functools.partial(to_stage_order, self.model, self.pipeline)
     inner = staged(state.opt_state.inner_opt_state)
     opt_state = state.opt_state._replace(inner_opt_state=inner)
-    return state._replace(
-      params=staged(state.params), opt_state=opt_state, frozen=staged(state.frozen)
-    )
+    params, frozen = staged(state.params), staged(state.frozen)
+    return state._replace(params=params, opt_state=opt_state, frozen=frozen)
 
 
 def _named(policies: Sequence[Parameters]) -> dict[str, Any]:

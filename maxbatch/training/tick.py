@@ -310,9 +310,8 @@ class PipelineStage:
 
   def _layers_of_repeat(self, repeat: jax.Array) -> FlatParams:
     """Returns the parameters of one repeat; without repeats, nothing is copied."""
-    return {
-      path: leaf[0] if leaf.shape[0] == 1 else leaf[repeat] for path, leaf in self.layers.items()
-    }
+    layers = self.layers.items()
+    return {path: x[0] if x.shape[0] == 1 else x[repeat] for path, x in layers}
 
   def _split_tokens(self, x: jax.Array) -> jax.Array:
     """Divides tokens over the stages: (R, T, …) → (R, stages, C, …), padded with zeros."""

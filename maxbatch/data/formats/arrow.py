@@ -12,8 +12,7 @@ from maxbatch.errors import UserError
 
 
 def check_columns(key: str, file: SourceFile, schema: Any, column: str, weights: str) -> None:
-  """Refuses a file without that column, or where it is neither text nor lists of integers. Raises
-  UserError: names the columns that there are."""
+  """Refuses a file without that column, or with one that is neither text nor lists of integers."""
   types = library("pyarrow.types", file.path)
   if column not in schema.names:
     raise UserError(

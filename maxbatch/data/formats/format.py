@@ -13,8 +13,7 @@ from maxbatch.data.sources import SourceFile
 from maxbatch.errors import UserError
 
 MAX_RECORD_BYTES = 64 * 2**20
-"""Bytes of one record; a longer one is refused, so that memory has a bound. Files of text may be
-longer."""
+"""Bytes of one record; longer ones are refused to bound memory. Files of text may be longer."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,8 +87,7 @@ def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _last_line_end(chunk: bytes) -> int:
-  """Returns where the chunk's last complete line ends; without one, where its last character
-  begins."""
+  """Returns where the chunk's last line ends; without one, where its last character begins."""
   end = chunk.rfind(b"\n") + 1
   if end:
     return end
@@ -109,8 +108,7 @@ def _next_line(key: str, file: SourceFile, offset: int, stop: int) -> int:
 
 
 def _chunks(key: str, file: SourceFile, start: int, stop: int | None) -> Iterator[bytes]:
-  """Yields the file's bytes [start, stop), decompressed when its name ends in .gz; None: to the
-  end."""
+  """Yields the file's bytes [start, stop), decompressed if its name ends in .gz; None: all."""
   try:
     with (
       gzip.open(file.local_path)

@@ -212,8 +212,7 @@ def special_ids(
 ) -> SpecialIds:
   """Returns the special ids: those that the configuration names, else the tokenizer's own.
 
-  A tokenizer without a pad token fills up rows with the one that ends a document: what is filled up
-  has no weight, whatever its id.
+  Without a pad token rows are filled with the one that ends a document: that has no weight.
 
   Args:
     own: of bos, eos and pad, the id that the tokenizer itself gives it, if any.
@@ -248,8 +247,7 @@ def special_ids(
 
 
 def bounded_pieces(text: str) -> Iterator[str]:
-  """Yields the text in pieces that a regular expression can take, with no run of more than 25,000
-  characters that are all spaces or all non-spaces."""
+  """Yields the text in pieces with no run of over 25,000 characters that are all spaces or none."""
   for start in range(0, len(text), _MAX_CHARACTERS):
     part = text[start : start + _MAX_CHARACTERS]
     begin = 0
