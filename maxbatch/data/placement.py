@@ -234,6 +234,7 @@ def _redistribution(
     return unpacked(records if row_dim else records[0])
 
   whole = PartitionSpec(*sharding.spec[: row_dim + 1])
-  specs = {"in_specs": PartitionSpec(axes), "out_specs": whole}
-  mapped = jax.shard_map(local, mesh=mesh, check_vma=False, **specs)
+  mapped = jax.shard_map(
+    local, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=whole, check_vma=False
+  )
   return jax.jit(mapped)
