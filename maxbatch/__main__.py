@@ -59,15 +59,8 @@ def _become(module: str, arguments: Sequence[str]) -> NoReturn:
 def _help_text() -> str:
   width = max(map(len, COMMANDS)) + 2
   lines = [f"  {name.ljust(width)}{about}" for name, about in COMMANDS.items()]
-  return "\n".join(
-    [
-      "Usage: maxbatch COMMAND [argument ...]",
-      "",
-      *lines,
-      "",
-      "maxbatch COMMAND --help explains one.",
-    ]
-  )
+  usage = ["Usage: maxbatch COMMAND [argument ...]", "", *lines]
+  return "\n".join([*usage, "", "maxbatch COMMAND --help explains one."])
 
 
 def _version() -> str:

@@ -254,9 +254,8 @@ def _prepare(request: Request) -> Experiment:
   state = build_trainer(largest.config, largest.plan, target.devices).abstract
   check_memory(largest.config, largest.plan, state, target.devices)
   record_origin(experiment.folder, checkpoint)
-  return dataclasses.replace(
-    experiment, config=dataclasses.replace(config, pipeline=largest.config.pipeline)
-  )
+  config = dataclasses.replace(config, pipeline=largest.config.pipeline)
+  return dataclasses.replace(experiment, config=config)
 
 
 def _changed(request: Request) -> set[str]:

@@ -106,9 +106,8 @@ def _analyze(arguments: Arguments[AnalyzerArguments]) -> None:
   _check(arguments.configuration, analysis, request)
   print(json.dumps(analysis.as_dict(), indent=2) if own.json else analysis)
   if own.plot:
-    write_output(
-      "--plot", own.plot, picture(f"Input of {analysis.run_name}", input_charts(analysis))
-    )
+    drawn = picture(f"Input of {analysis.run_name}", input_charts(analysis))
+    write_output("--plot", own.plot, drawn)
 
 
 def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:

@@ -50,9 +50,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _report(arguments: Arguments[ReportArguments]) -> None:
   folders = run_folders(arguments.configuration)
-  file = arguments.own.out or str(
-    RunFolder(folders[0]).report if len(folders) == 1 else Path("report.html")
-  )
+  one = RunFolder(folders[0]).report if len(folders) == 1 else Path("report.html")
+  file = arguments.own.out or str(one)
   content = encoded(page([read_history(folder) for folder in folders]))
   if arguments.own.out:
     write_output("--out", file, content)

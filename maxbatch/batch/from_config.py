@@ -120,11 +120,8 @@ def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> Batc
   plan = derive(keys, topology, functools.partial(_phase_starts, batch))
   most = batch.gns_max_batch_size
   most = _DEFAULT_MAX_GROWTH * plan.global_batch_to_train if most == -1 else most
-  return dataclasses.replace(
-    plan,
-    max_batch=most if follows_noise_scale(batch) else 0,
-    loading_hosts=batch.loading_hosts,
-  )
+  most = most if follows_noise_scale(batch) else 0
+  return dataclasses.replace(plan, max_batch=most, loading_hosts=batch.loading_hosts)
 
 
 def given_sizes(batch: BatchConfig) -> GivenSizes:

@@ -18,11 +18,8 @@ def plan_chart(plan: BatchPlan, rate: LearningRate) -> Chart:
 
 
 def _batches(plan: BatchPlan) -> list[tuple[float, float]]:
-  return [
-    (samples, phase.batch)
-    for phase in plan.phases
-    for samples in (phase.first.samples, phase.end.samples)
-  ]
+  ends = ((phase, (phase.first, phase.end)) for phase in plan.phases)
+  return [(place.samples, phase.batch) for phase, places in ends for place in places]
 
 
 def _rates(plan: BatchPlan, rate: LearningRate) -> list[tuple[float, float]]:

@@ -171,9 +171,8 @@ class Checkpointer:
     damaged: dict[int, str] = {}
     for step in reversed(self._agreed_steps()):
       try:
-        restored = patiently(
-          self._directory, step, lambda step=step: self._restore_step(step, abstract_state)
-        )
+        read = functools.partial(self._restore_step, step, abstract_state)
+        restored = patiently(self._directory, step, read)
       except DamagedError as damage:
         damaged[step] = str(damage)
         continue

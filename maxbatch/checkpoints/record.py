@@ -232,10 +232,8 @@ def _shown(value: object) -> str:
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
   """Yields one line per key whose value differs, keys that only one side has included."""
-  pairs = {
-    key: (saved.get(key, _ABSENT), current.get(key, _ABSENT))
-    for key in sorted(saved.keys() | current.keys())
-  }
+  keys = sorted(saved.keys() | current.keys())
+  pairs = {key: (saved.get(key, _ABSENT), current.get(key, _ABSENT)) for key in keys}
   return [
     _difference(key, before, now)
     for key, (before, now) in pairs.items()
@@ -265,10 +263,7 @@ def _difference(key: str, before: Any, now: Any) -> str:
 def _changed_files(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
   gone = [f"{name} ({size:,} bytes)" for name, size in before.items() if name not in now]
   new = [f"{name} ({size:,} bytes)" for name, size in now.items() if name not in before]
-  resized = [
-    f"{name} ({now[name]:,} bytes, was {size:,})"
-    for name, size in before.items()
-    if now.get(name, size) != size
-  ]
+  other = {name: size for name, size in before.items() if now.get(name, size) != size}
+  resized = [f"{name} ({now[name]:,} bytes, was {size:,})" for name, size in other.items()]
   kinds = {"gone": gone, "new": new, "changed": resized}
   return [f"{kind}: {first_of(names, _FILES_SHOWN)}" for kind, names in kinds.items() if names]

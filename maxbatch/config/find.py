@@ -228,9 +228,8 @@ def model_names() -> list[str]:
 
 def config_path(name: str) -> Path:
   """Returns the file that a path or a packaged bare name (`base`) means, or raises UserError."""
-  return _existing(
-    f"config={shown(name, _LONGEST_PATH)}", _packaged(name) or Path(name).expanduser()
-  )
+  given = f"config={shown(name, _LONGEST_PATH)}"
+  return _existing(given, _packaged(name) or Path(name).expanduser())
 
 
 def base_config_path(name: str, child: Path, given: str) -> Path:

@@ -134,9 +134,8 @@ def _phrase(annotation: object) -> str:
   one = _Type(annotation)
   if one.choices:
     return f"one of {', '.join(map(_choice, one.choices))}"
-  words = (
-    f"a list, each {one.of_items(_phrase)}" if one.items else one.ranged(_KINDS[one.bare].phrase)
-  )
+  words = one.of_items(_phrase) if one.items else one.ranged(_KINDS[one.bare].phrase)
+  words = f"a list, each {words}" if one.items else words
   return ", or ".join([words, *one.words, *map(_name, one.structures)])
 
 

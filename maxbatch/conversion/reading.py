@@ -43,10 +43,8 @@ class Place:
     A dim is longer than in the file where the vocabulary is padded.
     """
     shape, in_dims = self.shapes[self.number], self.tensor.in_dims
-    inside = tuple(
-      slice(min(each.start, size), min(each.stop, size))
-      for each, size in zip(index, shape, strict=True)
-    )
+    sizes = zip(index, shape, strict=True)
+    inside = tuple(slice(min(each.start, size), min(each.stop, size)) for each, size in sizes)
     before = sum(math.prod(other[in_dims:]) for other in self.shapes[: self.number])
     rows = _range(inside[:in_dims], shape[:in_dims])
     columns = _range(inside[in_dims:], shape[in_dims:], before)
@@ -110,11 +108,8 @@ def load_parameters(folder: Path, model: Model, wanted: Parameters) -> Parameter
 def reader_of(folder: Path, model: Model) -> "FolderReader":
   """Returns a reader of a model's parameters, all but adapters, from a folder that is checked to
   have them. Raises UserError: see `load_parameters`."""
-  shapes = {
-    path: leaf.shape
-    for path, leaf in leaves_by_path(model.shapes()).items()
-    if path[-1] not in ADAPTER
-  }
+  leaves = leaves_by_path(model.shapes()).items()
+  shapes = {path: leaf.shape for path, leaf in leaves if path[-1] not in ADAPTER}
   return FolderReader(folder, shapes, model.axes())
 
 

@@ -198,9 +198,8 @@ def read_frozen(
         "from its fingerprint; give load_parameters_path the folder as it was"
       )
   names = {_name(path): leaf for path, leaf in flat.items()}
-  return unflatten_dict(
-    {tuple(name.split("/")): array for name, array in reading.cast(results, names).items()}
-  )
+  arrays = reading.cast(results, names).items()
+  return unflatten_dict({tuple(name.split("/")): array for name, array in arrays})
 
 
 def frozen_folder(note: Mapping[str, Any], run: Path, moved_to: str = "") -> Path:

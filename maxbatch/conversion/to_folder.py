@@ -201,9 +201,8 @@ _KERNEL = ".kernel"
 def convert_to_peft(step: Path, config: Config, folder: Path) -> Converted:
   """Writes a checkpoint's adapters as a folder that peft loads. Raises UserError: the run has no
   adapters, or other parameters trained too; or the folder is not to be written."""
-  model = build_model(
-    config.model, config.batch.max_target_length, trainable=config.optimizer.trainable
-  )
+  length, trainable = config.batch.max_target_length, config.optimizer.trainable
+  model = build_model(config.model, length, trainable=trainable)
   _check_trained(config, {path for path in model.axes() if path not in model.frozen}, step)
   checkpoint = whole_checkpoint(step, config)
   adapted = {".".join(path[:-1]) for path in model.axes() if path[-1] == ADAPTER[0]}

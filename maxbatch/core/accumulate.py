@@ -95,10 +95,8 @@ def divisor(terms: Terms) -> jax.Array:
 
 def objective(terms: Terms) -> jax.Array:
   """Returns the value that a step minimizes: Σ coefficient · numerator / denominator."""
-  values = [
-    term.coefficient * safe_ratio(term.numerator.sum(), term.denominator.sum())
-    for term in terms.values()
-  ]
+  sums = [(term, term.numerator.sum(), term.denominator.sum()) for term in terms.values()]
+  values = [term.coefficient * safe_ratio(*both) for term, *both in sums]
   return jnp.stack(values).sum()
 
 

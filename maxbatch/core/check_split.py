@@ -164,9 +164,8 @@ class _Check:
       if what.startswith("statistic") and (errors := self._errors(what)):
         name = what.split('"')[1]
         result.append(Finding(what, self._cause(name, list(errors), is_stat=True), errors))
-    result += [
-      Finding(f"denominator of {_term(name)}", "parameters", {}) for name in self._parametric
-    ]
+    names = (f"denominator of {_term(name)}" for name in self._parametric)
+    result += [Finding(name, "parameters", {}) for name in names]
     if gradient and not result:
       result.append(Finding("the objective", "unknown", {}, gradient))
     return SplitReport(tuple(result), tuple(self._splits), self._skipped, self._tolerances.share)
@@ -189,9 +188,8 @@ class _Check:
     """Returns by how much a value differs, relatively, under the splits where it is not rounding."""
     reference, tolerance = self._whole.values[what], self._tolerances.values[what]
     errors = {name: difference(one.values[what], reference) for name, one in self._splits.items()}
-    return {
-      name: _share(error, norm(reference)) for name, error in errors.items() if error > tolerance
-    }
+    beyond = {name: error for name, error in errors.items() if error > tolerance}
+    return {name: _share(error, norm(reference)) for name, error in beyond.items()}
 
   def _gradient_errors(self) -> tuple[dict[str, float], tuple[str, ...]]:
     """Returns the relative errors of the gradient by split, with the paths of the parameters."""
@@ -200,9 +198,8 @@ class _Check:
     for name, one in self._splits.items():
       pairs = zip(one.gradients, reference, strict=True)
       errors_L = np.array([difference(*both) for both in pairs])
-      beyond_L = np.divide(
-        errors_L, self._tolerances.gradients, out=np.zeros_like(errors_L), where=errors_L > 0
-      )
+      out = np.zeros_like(errors_L)
+      beyond_L = np.divide(errors_L, self._tolerances.gradients, out=out, where=errors_L > 0)
       if (beyond_L > 1).any():
         size = np.linalg.norm([norm(g) for g in reference])
         result[name] = _share(float(np.linalg.norm(errors_L)), float(size))

@@ -142,10 +142,8 @@ class RampupBatchManager:
 
   def phase_starts(self) -> PhaseStarts:
     """Returns where each phase begins, in samples, and its batch."""
-    return [
-      (phase * self.samples_per_increment, self.batch_of(phase))
-      for phase in range(self.num_increments + 1)
-    ]
+    phases = range(self.num_increments + 1)
+    return [(phase * self.samples_per_increment, self.batch_of(phase)) for phase in phases]
 
 
 def constant(inputs: ScheduleInputs) -> PhaseStarts:

@@ -119,9 +119,8 @@ def solve_num_devices(given: GivenSizes) -> int:
   if devices.denominator == 1 and devices > 0:
     return int(devices)
   accumulation = f" × {given.num_microbatches}" if given.num_microbatches else ""
-  nearest = [
-    given.batch.assigned(size * each) for size in _integers_around(devices) if size * each > 0
-  ]
+  sizes = [size * each for size in _integers_around(devices) if size * each > 0]
+  nearest = [given.batch.assigned(size) for size in sizes]
   raise UserError(
     f"{given.batch} / {given.per_device}{accumulation} is {text(devices)} devices, which must be "
     f"whole; nearest: {' or '.join(nearest) or 'micro_batch_size=1'}"

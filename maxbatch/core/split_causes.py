@@ -211,10 +211,8 @@ def _rule_mismatch(parts: _Parts, probe: Probe, name: str, is_stat: bool) -> Cau
 def _separable(parts: _Parts) -> bool:
   """Returns whether rows in the same places, with the same keys, add up: AB + BA = AA + BB."""
   A, B = parts.half_a, parts.half_b
-  ab, ba, aa, bb = (
-    parts.arranged(*halves, keys_in_place=True).profile
-    for halves in ((A, B), (B, A), (A, A), (B, B))
-  )
+  halves = ((A, B), (B, A), (A, A), (B, B))
+  ab, ba, aa, bb = (parts.arranged(*each, keys_in_place=True).profile for each in halves)
   return parts.same(ab + ba, aa + bb, ab)
 
 

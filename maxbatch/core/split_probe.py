@@ -183,10 +183,8 @@ def tolerances(probe: Probe, whole: Accumulated, singles: Accumulated) -> Tolera
     singles: the sums of its rows one by one.
   """
   reference = results(whole)
-  changed = [
-    results(probe.sums(probe.every_row, perturbed(probe.params, by)))
-    for by in (_PERTURBATION, -_PERTURBATION)
-  ]
+  moved = (perturbed(probe.params, by) for by in (_PERTURBATION, -_PERTURBATION))
+  changed = [results(probe.sums(probe.every_row, params)) for params in moved]
   share, magnitudes = _rounding(probe), _magnitudes(singles)
   values = {
     what: share * max(magnitudes[what], norm(value[np.isfinite(value)]))

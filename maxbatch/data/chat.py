@@ -161,9 +161,8 @@ class Chat:
   def _render(
     self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
   ) -> str:
-    return self._compiled.render(
-      messages=messages, add_generation_prompt=add_generation_prompt, **dict(self.tokens)
-    )
+    special = {"add_generation_prompt": add_generation_prompt, **dict(self.tokens)}
+    return self._compiled.render(messages=messages, **special)
 
 
 def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:

@@ -87,9 +87,8 @@ def _copied(parts: Split, recipe: Recipe, eval_recipe: Recipe, folder: Path) -> 
   # Of one's own for the same tokens of the same objects: whoever makes them shares it.
   keys = cache_key(parts.train, recipe), cache_key(parts.validation, eval_recipe)
   copies = folder / f"objects-{'-'.join(keys)}"
-  yield parts._replace(
-    train=with_copies(parts.train, copies), validation=with_copies(parts.validation, copies)
-  )
+  train, validation = (with_copies(each, copies) for each in (parts.train, parts.validation))
+  yield parts._replace(train=train, validation=validation)
   shutil.rmtree(copies, ignore_errors=True)  # After an error they stay for the next start.
 
 
@@ -185,9 +184,8 @@ def _describe(
     lines.append(f"on neither side, by name: {described(parts.left_out)}")
   if skipped:
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-    lines.append(
-      f"{'files' if sources.format == 'text' else 'files and records'} skipped: {reasons}"
-    )
+    what = "files" if sources.format == "text" else "files and records"
+    lines.append(f"{what} skipped: {reasons}")
   for part, cache in {"training": train, "validation": validation}.items():
     if cache and cache.num_bad:
       # What the error says is wrong, without what to do, which has been done.

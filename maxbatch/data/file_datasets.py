@@ -146,10 +146,8 @@ def find_text(data: DataConfig) -> Given:
       f"weights_column={data.weights_column}: files of text have no columns; set "
       "weights_column='', or use dataset_type=grain grain_train_files='data/*.parquet'"
     )
-  ids = {
-    "tokenize_train_data": data.tokenize_train_data,
-    "tokenize_eval_data": data.tokenize_eval_data,
-  }
+  train, evaluation = data.tokenize_train_data, data.tokenize_eval_data
+  ids = {"tokenize_train_data": train, "tokenize_eval_data": evaluation}
   if ids_keys := [key for key, tokenize in ids.items() if not tokenize]:
     raise UserError(
       f"{ids_keys[0]}=false: files of text hold no token ids; set {ids_keys[0]}=true, or use "
@@ -164,16 +162,14 @@ def find_text(data: DataConfig) -> Given:
 
 def train_columns(data: DataConfig) -> Columns:
   """Returns the columns of a training record that make up its document."""
-  return Columns(
-    "train_data_columns", data.train_data_columns, data.tokenize_train_data, data.weights_column
-  )
+  names, tokenize = data.train_data_columns, data.tokenize_train_data
+  return Columns("train_data_columns", names, tokenize, data.weights_column)
 
 
 def eval_columns(data: DataConfig) -> Columns:
   """Returns the columns of a validation record that make up its document."""
-  return Columns(
-    "eval_data_columns", data.eval_data_columns, data.tokenize_eval_data, data.weights_column
-  )
+  names, tokenize = data.eval_data_columns, data.tokenize_eval_data
+  return Columns("eval_data_columns", names, tokenize, data.weights_column)
 
 
 def find_grain(data: DataConfig) -> Given:

@@ -300,10 +300,8 @@ class MixtureStream:
 
   def __init__(self, rows: MixedRows, seed: int):
     self._rows = rows
-    self._streams = [
-      SampleStream(len(source), source_seed(seed, number))
-      for number, source in enumerate(rows.sources)
-    ]
+    sources = enumerate(rows.sources)
+    self._streams = [SampleStream(len(each), source_seed(seed, at)) for at, each in sources]
 
   def __call__(self, sample_ids: np.ndarray) -> np.ndarray:
     """Returns the rows int64[R] of the mixture that the samples int64[R] are."""

@@ -43,12 +43,10 @@ def _gcs_open(what: str) -> Any:
   core = library("gcsfs.core", what, extra="gcs")
   # It prints tracebacks of errors that it also raises.
   logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-  timeout = library("aiohttp", what).ClientTimeout(
-    total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS
-  )
-  return core.GCSFileSystem(
-    access="read_only", use_listings_cache=False, session_kwargs={"timeout": timeout}
-  )
+  limits = {"sock_connect": CONNECT_SECONDS, "sock_read": READ_SECONDS}
+  timeout = library("aiohttp", what).ClientTimeout(total=None, **limits)
+  session = {"timeout": timeout}
+  return core.GCSFileSystem(access="read_only", use_listings_cache=False, session_kwargs=session)
 
 
 def _gcs_errors() -> tuple[type[Exception], ...]:
@@ -98,9 +96,8 @@ _FINAL_ERRNO = frozenset(
 def _s3_open(what: str) -> Any:
   once = {"total_max_attempts": 1, "mode": "standard"}
   options = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": once}
-  made = library("s3fs", what, extra="s3").S3FileSystem(
-    use_listings_cache=False, config_kwargs=options
-  )
+  system = library("s3fs", what, extra="s3").S3FileSystem
+  made = system(use_listings_cache=False, config_kwargs=options)
   made.retries = 1
   return made
 

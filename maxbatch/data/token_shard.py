@@ -72,9 +72,8 @@ class TokenShard:
   @functools.cached_property
   def document_starts(self) -> np.ndarray:
     """First token of each document, int64[num_documents] ascending, likewise."""
-    return _mapped(
-      Path(self.path).with_suffix(".documents"), "<i8", self.num_documents, "documents"
-    )
+    path = Path(self.path).with_suffix(".documents")
+    return _mapped(path, "<i8", self.num_documents, "documents")
 
   @functools.cached_property
   def weights(self) -> np.ndarray:
@@ -176,11 +175,8 @@ def _make_unless_there(job: ShardJob, recipe: Recipe, report: Callable[[int], No
     starts_file.flush()
     with open(starts_file.name, "rb") as file:
       starts_hash = hashlib.file_digest(file, new_hash).hexdigest()
-  metadata = {
-    **vars(written),
-    "documents_fingerprint": starts_hash,
-    "dtype": token_dtype(recipe.tokenizer).str,
-  }
+  dtype = token_dtype(recipe.tokenizer).str
+  metadata = {**vars(written), "documents_fingerprint": starts_hash, "dtype": dtype}
   write_whole(path.with_suffix(".json"), json.dumps(metadata, indent=1))
 
 

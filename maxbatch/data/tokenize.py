@@ -283,10 +283,8 @@ def _range(sources: Sources, document: Document) -> tuple[int, int]:
     return 0, sys.maxsize  # Without asking how many there are, which may take long.
   form, key, file = FORMATS[sources.format], sources.key, document.file
   start, stop = part_of(document, form.size(key, file))
-  ends = [
-    start + (stop - start) * piece // document.num_pieces
-    for piece in (document.piece, document.piece + 1)
-  ]
+  pieces = (document.piece, document.piece + 1)
+  ends = [start + (stop - start) * piece // document.num_pieces for piece in pieces]
   first, last = (
     end if end in (start, stop) else min(form.next_cut(key, file, end), stop) for end in ends
   )

@@ -263,10 +263,8 @@ def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
   base, new = theirs["rope_theta"], theirs.mapping("rope_parameters")
   key = "rope_parameters" if new else "rope_scaling"
   parameters = new or theirs.mapping("rope_scaling")
-  return {
-    "rope_max_timescale": parameters.get("rope_theta", base),
-    **rope_scaling(theirs, key, parameters),
-  }
+  base = parameters.get("rope_theta", base)
+  return {"rope_max_timescale": base, **rope_scaling(theirs, key, parameters)}
 
 
 def rope_scaling(theirs: ConfigJson, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,10 +329,8 @@ def read_layer_types(
   if window is None or "sliding_attention" not in kinds:
     return {"sliding_window_size": 0, "layer_types": ()}
   pattern = shortest_pattern(kinds)
-  return {
-    "sliding_window_size": window,
-    "layer_types": () if pattern == ("sliding_attention",) else pattern,
-  }
+  layer_types = () if pattern == ("sliding_attention",) else pattern
+  return {"sliding_window_size": window, "layer_types": layer_types}
 
 
 def written_layer_types(ours: Ours) -> list[str]:

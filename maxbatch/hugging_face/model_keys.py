@@ -100,9 +100,8 @@ def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[str, A
 def _computed(model: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the keys that matter, in one spelling; the others as in PLAIN."""
   keys = {key: model[key] for key in (*SHAPE, *PLAIN)}
-  kinds = shortest_pattern(
-    layer_types(keys["layer_types"], keys["base_num_decoder_layers"]) or ("sliding_attention",)
-  )
+  kinds = layer_types(keys["layer_types"], keys["base_num_decoder_layers"])
+  kinds = shortest_pattern(kinds or ("sliding_attention",))
   if not keys["sliding_window_size"] or kinds == ("full_attention",):
     kinds, keys["sliding_window_size"] = ("full_attention",), 0
   without = list(_TRAINING_ONLY)

@@ -48,11 +48,8 @@ class Setting:
   def keys(self) -> dict[str, int]:
     """Returns the configuration's keys that make a run read so."""
     buffer = "grain_per_worker_buffer_size" if self.worker_count else "grain_prefetch_buffer_size"
-    return {
-      "grain_worker_count": self.worker_count,
-      "grain_num_threads": self.num_threads,
-      buffer: self.buffer_size,
-    }
+    threads = {"grain_num_threads": self.num_threads, buffer: self.buffer_size}
+    return {"grain_worker_count": self.worker_count} | threads
 
 
 @dataclasses.dataclass(frozen=True)

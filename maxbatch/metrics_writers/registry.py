@@ -59,9 +59,8 @@ class MlflowWriter:
       os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     self._client: Any = tracking.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", own))
     self._run_id = self._found_or_made(opening)
-    values = [
-      self._entities.Param(key, str(value)[:_LONGEST_VALUE]) for key, value in opening.keys.items()
-    ]
+    keys = opening.keys.items()
+    values = [self._entities.Param(key, str(value)[:_LONGEST_VALUE]) for key, value in keys]
     if opening.last is None:  # They cannot be given twice.
       for begin in range(0, len(values), _AT_ONCE):
         self._client.log_batch(self._run_id, params=values[begin : begin + _AT_ONCE])
@@ -82,9 +81,8 @@ class MlflowWriter:
     number = experiment.experiment_id if experiment else self._client.create_experiment(_EXPERIMENT)
     identity = run_identity(opening.folder)
     if opening.last is not None:
-      result = self._client.search_runs(
-        [number], f"tags.`{_IDENTITY}` = '{identity}'", max_results=1
-      )
+      tag = f"tags.`{_IDENTITY}` = '{identity}'"
+      result = self._client.search_runs([number], tag, max_results=1)
       if result:
         self._client.update_run(result[0].info.run_id, status="RUNNING")
         return result[0].info.run_id

@@ -181,9 +181,8 @@ def tpu_attention(
   length = -(-T // _LANES) * _LANES
   pad = functools.partial(_pad, length=length)
   segments = None if segment_ids_BT is None else splash.SegmentIds(*(pad(segment_ids_BT),) * 2)
-  q_BNTH, k_BKSH, v_BKSH = (
-    jnp.swapaxes(pad(x), 1, 2) for x in (q_BTNH / math.sqrt(H), k_BSKH, v_BSKH)
-  )
+  scaled = q_BTNH / math.sqrt(H), k_BSKH, v_BSKH
+  q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(pad(x), 1, 2) for x in scaled)
   kernel = _splash_kernel(N, length, window, soft_cap, interpret=interpret)
   out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
   return jnp.swapaxes(out_BNTH, 1, 2)[:, :T]

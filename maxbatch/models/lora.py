@@ -85,11 +85,8 @@ def add_adapters(model: nnx.Module, config: ModelConfig, rngs: nnx.Rngs) -> None
   """
   if config.lora_rank == 0:
     return
-  named = {
-    str(path[-1]): module
-    for path, module in nnx.iter_modules(model)
-    if isinstance(module, Projection)
-  }
+  modules = nnx.iter_modules(model)
+  named = {str(path[-1]): one for path, one in modules if isinstance(one, Projection)}
   targets = config.lora_targets or _DEFAULT_TARGETS
   for target in targets:
     if target not in named:

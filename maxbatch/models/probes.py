@@ -222,9 +222,8 @@ def _ghost(shape, axes, shards, x, d_y):
   x_BTK, d_BTL = (y.reshape(*y.shape[:2], -1) for y in (x, d_y))
   x_XK, d_XL = (y.reshape(-1, y.shape[-1]) for y in (x_BTK, d_BTL))
   d_matrix_KL = jnp.matmul(x_XK.T, d_XL, preferred_element_type=jnp.float32)
-  gram_x_BTT, gram_d_BTT = (
-    jnp.einsum("btk,bsk->bts", y, y, preferred_element_type=jnp.float32) for y in (x_BTK, d_BTL)
-  )
+  gram = functools.partial(jnp.einsum, "btk,bsk->bts", preferred_element_type=jnp.float32)
+  gram_x_BTT, gram_d_BTT = gram(x_BTK, x_BTK), gram(d_BTL, d_BTL)
   squares_B = (gram_x_BTT * gram_d_BTT).sum((1, 2))
   return d_matrix_KL.reshape(shape), _first_shard(squares_B, shards)
 

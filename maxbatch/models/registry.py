@@ -161,9 +161,8 @@ class Model:
       return parameters, {}
     flat = flatten_dict(parameters)
     frozen = {path: leaf for path, leaf in flat.items() if path in self.frozen}
-    return unflatten_dict({path: flat[path] for path in flat if path not in frozen}), (
-      unflatten_dict(frozen)
-    )
+    trained = {path: leaf for path, leaf in flat.items() if path not in frozen}
+    return unflatten_dict(trained), unflatten_dict(frozen)
 
   @property
   def has_probes(self) -> bool:

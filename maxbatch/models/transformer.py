@@ -261,9 +261,8 @@ def _apply_layers(
 
   policy = remat_policy(config)
   if policy is not None:
-    layer = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not config.scan_layers)(
-      layer
-    )
+    checkpoint = functools.partial(jax.checkpoint, policy=policy)
+    layer = checkpoint(layer, prevent_cse=not config.scan_layers)
   L = jax.tree.leaves(parameters)[0].shape[0]
   if config.scan_layers:
     x_BTD, stacked_sums = jax.lax.scan(layer, x_BTD, (parameters, first + jnp.arange(L)))

@@ -65,10 +65,8 @@ def check_memory(
 
 def bytes_per_device(tree: Any) -> int:
   """Returns the bytes of the abstract arrays' parts on one device."""
-  return sum(
-    math.prod(leaf.sharding.shard_shape(leaf.shape)) * item_bytes(leaf)
-    for leaf in jax.tree.leaves(tree)
-  )
+  leaves = jax.tree.leaves(tree)
+  return sum(math.prod(x.sharding.shard_shape(x.shape)) * item_bytes(x) for x in leaves)
 
 
 def item_bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -234,9 +234,8 @@ def saved_record(config: Config) -> Mapping[str, Any] | None:
     return None
   # Process 0's: a shared folder may not look alike on all hosts at once.
   first = jax.process_index() == 0
-  return broadcast_one_to_all(
-    newest_record(RunFolder.of(config.run).checkpoints) if first else None
-  )
+  record = newest_record(RunFolder.of(config.run).checkpoints) if first else None
+  return broadcast_one_to_all(record)
 
 
 def keeping_batch(config: Config, saved: Mapping[str, Any] | None, layout: Topology) -> Config:

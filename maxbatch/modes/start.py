@@ -211,11 +211,8 @@ def own_modules(config: Config) -> dict[str, object]:
   # What is imported when it is first used, one process may have needed and another not yet.
   everywhere = set.intersection(*map(set, gather(sorted(imported))))
   files = named | {name: path for name, path in imported.items() if name in everywhere}
-  return {
-    f"{name.replace('.', '/')}{path.suffix}": _hash(path)
-    for name, path in sorted(files.items())
-    if path.is_file()
-  }
+  there = {name: path for name, path in sorted(files.items()) if path.is_file()}
+  return {f"{name.replace('.', '/')}{path.suffix}": _hash(path) for name, path in there.items()}
 
 
 def _named_files(config: Config) -> dict[str, Path]:

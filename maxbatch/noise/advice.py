@@ -114,8 +114,8 @@ def place(scale: Interval, batch: int) -> str:
 def _change(scale: Interval, batch: int, factor: float) -> tuple[str, str]:
   """Returns changes of data and steps with `factor` times the batch, such as 28% and 36%."""
   costs = [cost_of_change(batch, factor, part) for part in (scale.value, scale.low, scale.high)]
-  data, steps = ([abs(each - 1) for each in both] for both in zip(*costs, strict=True))
-  return percent(data), percent(steps)
+  data = percent([abs(cost.data - 1) for cost in costs])
+  return data, percent([abs(cost.steps - 1) for cost in costs])
 
 
 def percent(shares: Sequence[float]) -> str:

@@ -95,10 +95,8 @@ class PipelineReport:
       notes.append(f"{percent(predicted)} in pipeline_schedule={pipeline.schedule}")
     if pipeline.num_microbatches > 1:
       notes.append(f"{percent(separate)} with a pipeline for each gradient accumulation step")
-    yield _line(
-      "ticks",
-      f"{len(self.table.ticks):,}, each with at most one forward and one backward per stage",
-    )
+    each = "each with at most one forward and one backward per stage"
+    yield _line("ticks", f"{len(self.table.ticks):,}, {each}")
     yield _line("bubble", "; ".join([f"{simulated} = {percent(simulated)} idle", *notes]))
     if len({phase.num_microbatches for phase in self.plan.phases}) > 1 and pipeline.timetables == 1:
       yield _line("", self._ramp())
@@ -154,13 +152,8 @@ class PipelineReport:
     idle = percent(predicted_bubble(other.shape))
     is_chosen = num_pipeline_microbatches == self.pipeline.num_pipeline_microbatches
     chosen = " (this)" if is_chosen else ""
-    return (
-      f"{num_pipeline_microbatches:,}{chosen}",
-      f"{other.shape.microbatches:,}",
-      f"{other.rows:,}",
-      idle,
-      kept,
-    )
+    sizes = f"{other.shape.microbatches:,}", f"{other.rows:,}"
+    return (f"{num_pipeline_microbatches:,}{chosen}", *sizes, idle, kept)
 
 
 def comparison(config: Config, plan: BatchPlan) -> str:

@@ -143,9 +143,8 @@ def timetable(name: str, shape: TimetableShape) -> Timetable:
     for k in range(shape.forwards_per_stage):
       repeat, microbatch = schedule.order(k, shape)
       forward_tick, backward_tick = k + stage_delay, first_backward + warmup_ticks - stage_delay + k
-      ticks[forward_tick][stage] = dataclasses.replace(
-        ticks[forward_tick][stage], forward=Forward(repeat, microbatch)
-      )
+      entry = Forward(repeat, microbatch)
+      ticks[forward_tick][stage] = dataclasses.replace(ticks[forward_tick][stage], forward=entry)
       ticks[backward_tick][stage] = dataclasses.replace(
         ticks[backward_tick][stage], backward=Backward(last - repeat, microbatch)
       )
@@ -223,9 +222,8 @@ def _in_flight(shape: TimetableShape) -> BufferLimits:
 
   Their number does not depend on the number of microbatches.
   """
-  return BufferLimits(
-    min(shape.forwards_per_stage, _after_first_forward(shape) + shape.warmup_ticks + 1), 1
-  )
+  forwards = _after_first_forward(shape) + shape.warmup_ticks + 1
+  return BufferLimits(min(shape.forwards_per_stage, forwards), 1)
 
 
 def _round_trip_ticks(shape: TimetableShape) -> int:

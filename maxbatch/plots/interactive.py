@@ -97,10 +97,8 @@ def embed(charts: Mapping[str, Chart]) -> tuple[str, dict[str, Embedded]]:
   script, divs = _bokeh().embed.components(models)
   results = {}
   for name, one in drawn.items():
-    of_panels = [
-      EmbeddedPanel(panel.title, divs[f"{name}/{place}"])
-      for place, panel in enumerate(one.chart.panels)
-    ]
+    panels = enumerate(one.chart.panels)
+    of_panels = [EmbeddedPanel(each.title, divs[f"{name}/{place}"]) for place, each in panels]
     switch = divs.get(f"{name}/{len(of_panels)}", "")
     results[name] = Embedded(one.chart.name, switch, of_panels)
   return script, results

@@ -120,9 +120,8 @@ def report_values(results: Sequence[Exponents], step: int, tokens: int) -> dict[
 
 def _ranges(results: Sequence[Exponents]) -> Iterator[str]:
   """Yields a line for every kind and layer: of its tensors together."""
-  yield f"  {'':<34}{'99% above':>10}{'largest':>9}{'zeros':>8}   lost by " + ", ".join(
-    to.name for to in REPORTED
-  )
+  names = ", ".join(to.name for to in REPORTED)
+  yield f"  {'':<34}{'99% above':>10}{'largest':>9}{'zeros':>8}   lost by {names}"
   for kind in KINDS:
     of_kind = [each for each in results if each.kind == kind]
     for name in dict.fromkeys(map(_place, of_kind)):
@@ -143,10 +142,8 @@ def _verdict(results: Sequence[Exponents], to: Format, tokens: int) -> Iterator[
   """Says what a format loses: without a loss scale, with the largest that does not overflow, and
   where the loss is a mean over tokens, as many trainers have it, and not a sum."""
   shift, mean = best_shift(results, to), -round(math.log2(tokens))
-  shifts = {
-    0: "without a loss scale",
-    mean: f"loss_scale={2.0**mean:g}, as of a loss that is a mean",
-  }
+  of_a_mean = f"loss_scale={2.0**mean:g}, as of a loss that is a mean"
+  shifts = {0: "without a loss scale", mean: of_a_mean}
   if shift and _losers(results, to, 0):
     shifts[shift] = f"loss_scale={2.0**shift:g}"
   for scaled, words in shifts.items():

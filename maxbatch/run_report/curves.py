@@ -57,9 +57,8 @@ class _Drawing:
     losses = self._lines({"loss": "training"}, faint=True)
     losses += self._lines(validation, first=1, style="both")
     yield Panel("loss (nats per token)", losses)
-    rewards = {"rl/reward": "reward"} | {
-      name: name.removeprefix("eval/") for name in names if "pass_at_" in name
-    }
+    passed = {name: name.removeprefix("eval/") for name in names if "pass_at_" in name}
+    rewards = {"rl/reward": "reward"} | passed
     yield Panel("reward, and how often completions are right", self._lines(rewards, style="both"))
     yield Panel("batch (samples per step)", self._lines({_BATCH: "batch"}, style="steps"), low=0)
     yield Panel("learning rate", self._lines({_RATE: "learning rate"}), low=0)
@@ -71,9 +70,8 @@ class _Drawing:
       if name.startswith("gns/") and not name.endswith(_HIDDEN) and name not in _OF_THE_WHOLE
     }
     yield Panel("noise scale by group (samples)", self._lines(groups), log=True)
-    yield Panel(
-      "tokens per second of all devices", self._lines({"tokens_per_second": "all devices"}), low=0
-    )
+    speed = self._lines({"tokens_per_second": "all devices"})
+    yield Panel("tokens per second of all devices", speed, low=0)
     yield Panel("seconds", self._lines(_STEP_TIMES), log=True)
     shown = {"loss", _BATCH, _RATE, "grad_norm", "tokens_per_second", _TOTAL, _LOW, _HIGH}
     shown |= {*evaluations, *rewards, *groups, *_STEP_TIMES, *_SIZES}

@@ -276,9 +276,8 @@ def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe, scal
     total, d_matrix_DV = carry
     *arrays, ids_T, scale = row
     hidden_1TD, targets_1T, weights_1T, scale_1 = jax.tree.map(lambda x: x[None], (*arrays, scale))
-    new, d_hidden_1TD, d_row_DV = _with_gradients(
-      hidden_1TD, matrix_DV, targets_1T, weights_1T, scale_1, of_a_row
-    )
+    row = hidden_1TD, matrix_DV, targets_1T, weights_1T, scale_1
+    new, d_hidden_1TD, d_row_DV = _with_gradients(*row, of_a_row)
     assert d_hidden_1TD is not None
     assert d_row_DV is not None
     squares_S = row_squares(d_row_DV[None], _MATRIX_AXES, shards)[0]

@@ -84,10 +84,8 @@ def place_optimizer_state(
   Raises:
     UserError: the parameters are divided, but a large leaf has no dim by which it could be.
   """
-  shapes = {
-    tuple(entry.key for entry in path): leaf
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-  }
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  shapes = {tuple(entry.key for entry in path): leaf for path, leaf in leaves}
   divided = {
     path: leaf
     for path, leaf in shapes.items()

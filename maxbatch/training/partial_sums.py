@@ -49,10 +49,8 @@ def of_squares(x: jax.Array, axes: LogicalAxes, lead: int = 0) -> jax.Array:
   names = [
     next((name for name in _AXES if name in LOGICAL_AXIS_RULES[axis]), None) for axis in axes[lead:]
   ]
-  ways = [
-    sizes[name] if name and size % sizes[name] == 0 else 1
-    for name, size in zip(names, rest, strict=True)
-  ]
+  sized = zip(names, rest, strict=True)
+  ways = [sizes[name] if name and size % sizes[name] == 0 else 1 for name, size in sized]
   split = [part for size, by in zip(rest, ways, strict=True) for part in (by, size // by)]
   squared = jnp.square(x.astype(jnp.float32)).reshape(*kept, *split)
   summed = squared.sum(tuple(range(lead + 1, squared.ndim, 2)))

@@ -91,13 +91,11 @@ def stage_residuals(
   leaves, sizes = _vjp_leaves(parts, rest, stage_input), auto_axis_sizes()
   axes: list[LogicalAxes] = [(None,) * leaf.ndim for leaf in leaves]
   if sizes["tensor"] > 1:
-    axes = _name_changed_dims(
-      "heads", axes, leaves, _vjp_leaves(*_with_twice_the_heads(parts, stage_input))
-    )
+    twice = _vjp_leaves(*_with_twice_the_heads(parts, stage_input))
+    axes = _name_changed_dims("heads", axes, leaves, twice)
   if sizes["fsdp"] > 1:
-    axes = _name_changed_dims(
-      "batch", axes, leaves, _vjp_leaves(parts, rest, _with_twice_the_rows(stage_input))
-    )
+    twice = _vjp_leaves(parts, rest, _with_twice_the_rows(stage_input))
+    axes = _name_changed_dims("batch", axes, leaves, twice)
   if sizes["tensor"] > 1:
     with jax.sharding.use_abstract_mesh(_mesh_without_tensor()):
       unsharded = _vjp_leaves(parts, rest, stage_input)
@@ -243,9 +241,8 @@ def _make_residual_stash(
   x_index, first = len(stage_input.layers), len(jax.tree.leaves(outputs))
   leaves = traced.jaxpr.outvars[first:]
   is_saved = [_depends_on(traced.jaxpr, first + at, x_index) for at in range(len(leaves))]
-  recomputed, _ = dce_jaxpr(
-    traced.jaxpr, [False] * first + [not saved for saved in is_saved], instantiate=True
-  )
+  outputs = [False] * first + [not saved for saved in is_saved]
+  recomputed, _ = dce_jaxpr(traced.jaxpr, outputs, instantiate=True)
   residual_indices = _unique_indices(leaves, is_saved)
   return ResidualStash(
     forward_fn=core.jaxpr_as_fun(traced),

@@ -238,8 +238,7 @@ def from_saved(
     return made._replace(sums=zeros_of(empty.sums), loss_scale=scale)
 
   made = jax.jit(zeros, out_shardings=shardings(empty))()
-  opt_state = made.opt_state._replace(
-    inner_opt_state=saved["opt_state"], gradient_step=saved["gradient_step"]
-  )
+  inner, step = saved["opt_state"], saved["gradient_step"]
+  opt_state = made.opt_state._replace(inner_opt_state=inner, gradient_step=step)
   params, frozen = model.split(saved["params"])
   return TrainState(params, opt_state, made.sums, frozen, made.loss_scale)

@@ -142,11 +142,8 @@ def _read_parquet(
   with _opened_parquet(key, file) as opened:
     check_columns(key, file, opened.schema_arrow, column, weights)
     firsts = _first_rows(opened)
-    groups = [
-      group
-      for group, (first, end) in enumerate(itertools.pairwise(firsts))
-      if first < stop and end > start
-    ]
+    ends = enumerate(itertools.pairwise(firsts))
+    groups = [group for group, (first, end) in ends if first < stop and end > start]
     if not groups:
       return
     place = firsts[groups[0]]

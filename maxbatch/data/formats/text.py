@@ -30,10 +30,8 @@ def checked_range(key: str, document: Document) -> tuple[int, int]:
   if document.num_pieces == 1:
     return part_of(document, _checked(key, file, 0, None))
   start, stop = part_of(document, file.size_bytes)
-  ends = [
-    start + (stop - start) * piece // document.num_pieces
-    for piece in (document.piece, document.piece + 1)
-  ]
+  pieces = (document.piece, document.piece + 1)
+  ends = [start + (stop - start) * piece // document.num_pieces for piece in pieces]
   first, last = (end if end in (start, stop) else _next_line(key, file, end, stop) for end in ends)
   _checked(key, file, first, last)
   return first, last

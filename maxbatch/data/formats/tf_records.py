@@ -170,9 +170,8 @@ def _lengths(key: str, file: SourceFile, stream: IO[bytes]) -> Iterator[int]:
   while header := stream.read(_LENGTH.size):
     length, checksum = _LENGTH.unpack(header) if len(header) == _LENGTH.size else (0, -1)
     if checksum != _masked(header[:8]):
-      raise damaged(
-        key, file, "TFRecord", f"where record {place} should begin, at byte {position}, is none"
-      )
+      what = f"where record {place} should begin, at byte {position}, is none"
+      raise damaged(key, file, "TFRecord", what)
     yield length
     position += _LENGTH.size + length + _CHECKSUM.size
     stream.seek(position - 1)

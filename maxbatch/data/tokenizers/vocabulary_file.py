@@ -241,9 +241,8 @@ def special_ids(
       )
   bos, eos, pad = (ids.get(role) for role in ("bos", "eos", "pad"))
   last = next((id_ for id_ in (eos, bos, pad) if id_ is not None), 0)
-  return SpecialIds(
-    bos if bos is not None else last, eos if eos is not None else last, last if pad is None else pad
-  )
+  ids = [each if each is not None else last for each in (bos, eos, pad)]
+  return SpecialIds(*ids)
 
 
 def bounded_pieces(text: str) -> Iterator[str]:

@@ -8,11 +8,8 @@ from maxbatch.hugging_face.model_keys import ConfigJson, words
 
 def _read_sizes(theirs: ConfigJson) -> dict[str, Any]:
   width, heads = theirs.integer("n_embd"), theirs.integer("n_head")
-  return {
-    "base_num_kv_heads": heads,
-    "head_dim": width // heads,
-    "base_mlp_dim": theirs["n_inner"] or 4 * width,
-  }
+  sizes = {"base_num_kv_heads": heads, "head_dim": width // heads}
+  return sizes | {"base_mlp_dim": theirs["n_inner"] or 4 * width}
 
 
 def _read_dropout(theirs: ConfigJson) -> dict[str, Any]:
