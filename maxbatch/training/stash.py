@@ -241,8 +241,8 @@ def _make_residual_stash(
   x_index, first = len(stage_input.layers), len(jax.tree.leaves(outputs))
   leaves = traced.jaxpr.outvars[first:]
   is_saved = [_depends_on(traced.jaxpr, first + at, x_index) for at in range(len(leaves))]
-  outputs = [False] * first + [not saved for saved in is_saved]
-  recomputed, _ = dce_jaxpr(traced.jaxpr, outputs, instantiate=True)
+  wanted = [False] * first + [not saved for saved in is_saved]
+  recomputed, _ = dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
   residual_indices = _unique_indices(leaves, is_saved)
   return ResidualStash(
     forward_fn=core.jaxpr_as_fun(traced),
