@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
@@ -137,7 +138,10 @@ def tokens_seen(window: int, length: int) -> float:
 def work_digest(work: StepWork) -> str:
   """Returns a hash of all keys that change what is computed, to know a step's work again."""
   model = dataclasses.asdict(work.model)
-  keys = {key: model[key] for key in (*SHAPE, *PLAIN, "num_vocab_tiling", "scan_layers")}
+  # Steps that were compiled before there were experts are known again.
+  unused = r".*(expert|rout|_moe_|topk).*" if work.model.num_experts == 1 else "-"
+  names = (*SHAPE, *PLAIN, "num_vocab_tiling", "scan_layers")
+  keys = {key: model[key] for key in names if not re.fullmatch(unused, key)}
   is_slow = work.model.attention == "dot_product"
   others = (work.length, work.compute_bytes, work.weight_bytes, work.optimizer_bytes, is_slow)
   plugins = map(repr, work.model.plugins)
