@@ -2,6 +2,7 @@
 
 import dataclasses
 import glob
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from maxbatch.command_line.arguments import Arguments, Command, File
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
+from maxbatch.config.find import shown, user_path
 from maxbatch.errors import UserError
 from maxbatch.plots.page import encoded
 from maxbatch.run_folder.atomic import write_run_file
@@ -70,17 +72,17 @@ def run_folders(given: Sequence[str]) -> list[Path]:
     raise UserError(f"no run is named; {_EXAMPLE}")
   results: dict[Path, None] = {}
   for one in given:
-    path = Path(one).expanduser()
-    if path.is_dir():
+    path = user_path(one)
+    if one and os.path.isdir(path):
       if not is_run(path):
-        raise UserError(f"{one}: that is not a run's folder; {_EXAMPLE}")
+        raise UserError(f"{shown(one)}: that is not a run's folder; {_EXAMPLE}")
       results[path] = None
       continue
-    matching = [Path(name) for name in sorted(glob.glob(str(path)))]
+    matching = [Path(name) for name in sorted(glob.glob(str(path)))] if one else []
     runs = [folder for folder in matching if folder.is_dir() and is_run(folder)]
     if not runs:
       what = "none of these is a run's folder" if matching else "there is no such folder"
-      raise UserError(f"{one}: {what}; {_EXAMPLE}")
+      raise UserError(f"{shown(one) or repr(one)}: {what}; {_EXAMPLE}")
     results |= dict.fromkeys(runs)
   return list(results)
 

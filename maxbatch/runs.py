@@ -9,6 +9,7 @@ from maxbatch.command_line.arguments import Arguments, Command
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.screen import Color, colored, in_columns, printable
 from maxbatch.command_line.signals import leave
+from maxbatch.config.find import shown, user_path
 from maxbatch.errors import UserError
 from maxbatch.run_folder.history import RunHistory, State, Status, glance_at, runs_below, status_of
 
@@ -45,10 +46,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _list(arguments: Arguments[RunsArguments]) -> None:
-  given = [Path(one).expanduser() for one in arguments.configuration or ("runs",)]
+  given = [user_path(one) for one in arguments.configuration or ("runs",)]
   folders = list(dict.fromkeys(run for folder in given for run in runs_below(folder)))
   if not folders:
-    places = " and ".join(map(str, given))
+    places = " and ".join(shown(str(folder)) for folder in given)
     raise UserError(
       f"{places}: there is no run; name the base_output_directory of some, for example runs"
     )

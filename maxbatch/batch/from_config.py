@@ -6,13 +6,12 @@ A resumed run has a batch too: what it keeps, and whether it can go on with the 
 import dataclasses
 import functools
 import math
-import pathlib
 from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
 from maxbatch.batch.schedule_file import read_changes
-from maxbatch.config.find import shown
+from maxbatch.config.find import shown, user_path
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import BatchConfig, MeshConfig, RLConfig, RunConfig
@@ -227,7 +226,7 @@ def _from_file(file: str, batch: int) -> PhaseStarts:
       "batch_schedule=file needs batch_schedule_file, the schedule that a run with "
       "batch_schedule=gns wrote; for example batch_schedule_file=runs/steered/batch_schedule.yml"
     )
-  changes = read_changes(pathlib.Path(file).expanduser())
+  changes = read_changes(user_path(file))
   if changes[0].batch != batch:
     raise UserError(
       f"batch_schedule_file={file} begins with {changes[0].batch} samples and batch_size is "

@@ -20,7 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxbatch.checkpoints.record import is_intact, is_parameters_only
-from maxbatch.config.find import shown
+from maxbatch.config.find import shown, user_path
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
@@ -211,7 +211,7 @@ def find_checkpoint(given: str, key: str = "checkpoint", others: str = "") -> pa
 
   Raises UserError: the folder does not exist or has no checkpoint.
   """
-  path = pathlib.Path(given).expanduser().absolute()
+  path = user_path(given).absolute()
   if path.name.isdecimal() and path.parent == RunFolder(path.parent.parent).checkpoints:
     return _step_folder(given, key, path)
   steps = RunFolder(path).checkpoints

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from maxbatch.config import schema
-from maxbatch.config.find import closest, read_argument
+from maxbatch.config.declare import FileName
+from maxbatch.config.find import closest, read_argument, shown
 from maxbatch.config.load import plugins_of, say_old_name
 from maxbatch.config.registry import declared_keys
 from maxbatch.config.value import convert, holds_text
@@ -163,3 +164,7 @@ def _check_file(name: str, path: str, example: str, *, is_apart: bool) -> None:
   """Refuses the name of a file that is none; `is_apart`: it is an argument of its own."""
   if not path or (is_apart and ("=" in path or path.startswith("--"))):
     raise UserError(f"{name} {path}: name a file; for example {name} {example}")
+  if not FileName().holds(path):
+    raise UserError(
+      f"{name} {shown(path)}: this must be {FileName().words}; for example {name} {example}"
+    )

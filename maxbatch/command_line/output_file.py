@@ -4,6 +4,7 @@ import errno
 import os
 import pathlib
 
+from maxbatch.config.find import user_path
 from maxbatch.errors import UserError
 
 _HEAD_BYTES = 16
@@ -19,7 +20,7 @@ def check_output(option: str, file: str) -> None:
   Raises:
     UserError: with a name that works.
   """
-  path = pathlib.Path(file).expanduser()
+  path = user_path(file)
   reason = 0
   if path.is_dir():
     reason = errno.EISDIR
@@ -42,7 +43,7 @@ def write_output(option: str, file: str, content: bytes) -> None:
   Raises:
     UserError: something else is there, or it cannot be written.
   """
-  path = pathlib.Path(file).expanduser()
+  path = user_path(file)
   try:
     if not file.startswith("/dev/") and path.exists() and not _is_alike(path, content):
       raise UserError(

@@ -15,6 +15,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import os
 import re
 import textwrap
 import types
@@ -64,18 +65,26 @@ def _digits(edge: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FileName:
-  """A text that names a file or folder, or files by a glob: no longer than file systems take."""
+  """A text that names a file or folder, or files by a glob: no longer than file systems take.
 
-  words: str = "a name that a file system can hold"
+  ~ begins the name of a user's home folder; who has none is a typing mistake (./~name: such a file).
+  """
+
+  words: str = "a name that a file system can hold, ~ before the name of a user"
 
   def holds(self, value: str) -> bool:
     """Returns whether `value` is such a name."""
     encoded = value.encode(errors="replace")
-    return len(encoded) <= 4000 and all(len(part) <= 255 for part in encoded.split(b"/"))
+    is_short = len(encoded) <= 4000 and all(len(part) <= 255 for part in encoded.split(b"/"))
+    return is_short and not self._is_nobodys(value)
 
   def nearest(self, value: str) -> str:
     """Returns the beginning of `value`."""
-    return "/".join(part[:40] for part in value[:80].split("/"))
+    shorter = "/".join(part[:40] for part in value[:80].split("/"))
+    return f"./{shorter}" if self._is_nobodys(shorter) else shorter
+
+  def _is_nobodys(self, value: str) -> bool:
+    return value.startswith("~") and os.path.expanduser(value) == value
 
 
 @dataclasses.dataclass(frozen=True)

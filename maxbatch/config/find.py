@@ -47,6 +47,11 @@ def shown(text: str, longest: int = _LONGEST) -> str:
   return text if text.isprintable() else ascii(text)
 
 
+def user_path(name: str) -> Path:
+  """Returns the path that a user's text names; ~ is the home folder, and ~NAME of nobody stays."""
+  return Path(os.path.expanduser(name))
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
   """One `key: value` of a file or `key=value` of the command line."""
@@ -228,8 +233,7 @@ def model_names() -> list[str]:
 
 def config_path(name: str) -> Path:
   """Returns the file that a path or a packaged bare name (`base`) means, or raises UserError."""
-  given = f"config={shown(name, _LONGEST_PATH)}"
-  return _existing(given, _packaged(name) or Path(name).expanduser())
+  return _existing(f"config={shown(name, _LONGEST_PATH)}", _packaged(name) or user_path(name))
 
 
 def base_config_path(name: str, child: Path, given: str) -> Path:
@@ -238,7 +242,7 @@ def base_config_path(name: str, child: Path, given: str) -> Path:
   A bare name is a packaged file, `base.yml` too where no other lies beside `child`; a path is
   relative to the folder of `child`. `given` starts the message when there is no such file.
   """
-  beside = child.parent / Path(name).expanduser()
+  beside = child.parent / user_path(name)
   is_other = os.path.isfile(beside) and beside.resolve() != child.resolve()
   packaged = _packaged(name) or (None if is_other else _packaged(name.removesuffix(".yml")))
   return _existing(given, packaged or beside)
@@ -252,7 +256,7 @@ def model_path(name: str, folder: Path, given: str) -> Path:
   """
   if name in model_names():
     return packaged_folder() / "models" / f"{name}.yml"
-  given_path = Path(name).expanduser()
+  given_path = user_path(name)
   paths = (folder / given_path, given_path)
   for path in paths:
     is_yaml = name.endswith((".yml", ".yaml")) and os.path.isfile(path)

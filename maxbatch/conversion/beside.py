@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maxbatch.checkpoints.tensor_files import INDEX, SINGLE
+from maxbatch.config.find import user_path
 from maxbatch.config.schema import Config
 from maxbatch.data.object_store import is_url
 from maxbatch.data.registry import build_tokenizer
@@ -59,10 +60,10 @@ def tokenizer_keys(folder: Path, run: RunFolder) -> list[str]:
 
 def origin_of(config: Config) -> Path | None:
   """Returns the folder of the model that a run began with, if it is known."""
-  began_with = Path(config.checkpoint.load_parameters_path).expanduser()
+  began_with = user_path(config.checkpoint.load_parameters_path)
   folders = (
     RunFolder.of(config.run).hugging_face,
-    Path(config.model.model_name).expanduser(),
+    user_path(config.model.model_name),
     began_with,
     # Another run, or one of its steps.
     RunFolder(began_with).hugging_face,
@@ -130,7 +131,7 @@ def model_folder(key: str, name: str, token: str = "") -> Path:
 
   Raises UserError: there is neither.
   """
-  given, path = f"{key}={name}", Path(name).expanduser()
+  given, path = f"{key}={name}", user_path(name)
   if is_url(name):
     raise UserError(f"{given}: a model cannot be read from a URL; copy its folder to this machine")
   if path.is_dir():

@@ -19,6 +19,7 @@ from maxbatch.checkpoints.find import find_checkpoint, parameters_to_begin_with
 from maxbatch.checkpoints.fingerprint import VERSION, fingerprints
 from maxbatch.checkpoints.parameters_only import PARAMETERS
 from maxbatch.checkpoints.record import listed
+from maxbatch.config.find import user_path
 from maxbatch.conversion.reading import load_parameters, reader_of
 from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
@@ -140,7 +141,7 @@ Source = CheckpointSource | HuggingFaceSource
 def find_source(key: str, given: str) -> Path:
   """Finds the folder that `key=given` names: of a step, of a run, for its newest, or of a model.
   Raises UserError: there is nothing of the kind."""
-  path = Path(given).expanduser()
+  path = user_path(given)
   if is_model_folder(path):
     return path.absolute()
   return find_checkpoint(given, key, "; or a Hugging Face folder, with config.json")

@@ -9,9 +9,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import NamedTuple
 
+from maxbatch.config.find import user_path
 from maxbatch.config.schema import DataConfig
 from maxbatch.config.value import exact_number, plain
 from maxbatch.data.mixture import (
@@ -132,7 +132,7 @@ def _weighted(files: str, each: str) -> tuple[str, Fraction]:
 def _from_file(key: str, path: str) -> Mapping[str, tuple[str, Fraction]]:
   try:
     content = json.loads(
-      Path(path).expanduser().read_text(encoding="utf-8"),
+      user_path(path).read_text(encoding="utf-8"),
       parse_float=_number,
       parse_int=_number,
       object_pairs_hook=_without_repetition,

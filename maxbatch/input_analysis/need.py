@@ -4,12 +4,12 @@ import dataclasses
 import json
 import math
 import statistics
-from pathlib import Path
 from typing import Any
 
 from maxbatch.compile.compile_step import placeholder_rows, report_or_refusal
 from maxbatch.compile.measured_time import measure_step
 from maxbatch.compile.program import compile_program
+from maxbatch.config.find import user_path
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
@@ -40,7 +40,7 @@ def from_metrics(path: str, plan: BatchPlan) -> Need:
 
   Raises UserError: there are no such steps.
   """
-  folder = Path(path).expanduser()
+  folder = user_path(path)
   folder = folder.parent if folder.name == RunFolder(folder).metrics.name else folder
   steps = [record for record in read_metrics(folder) if "step_seconds" in record][1:]
   of_a_sample = [seconds for one in steps if (seconds := _seconds_of_a_sample(one)) > 0]
@@ -69,7 +69,7 @@ def from_report(path: str, plan: BatchPlan) -> Need:
 
   Raises UserError: it cannot be read, or tells no time.
   """
-  file = Path(path).expanduser()
+  file = user_path(path)
   file = RunFolder(file).compile_report_json if file.is_dir() else file
   example = (
     "for example compile_report=runs/mine/compile_report.json, which compile_only=true writes"

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Self
 
+from maxbatch.config.find import user_path
 from maxbatch.config.schema import RunConfig
 from maxbatch.errors import UserError
 
@@ -29,7 +30,7 @@ class RunFolder:
   @classmethod
   def of(cls, run: RunConfig) -> Self:
     """Returns the folder where a run writes; ~ is the user's home."""
-    return cls(Path(run.base_output_directory).expanduser() / run.run_name)
+    return cls(user_path(run.base_output_directory) / run.run_name)
 
   def free_name(self) -> str:
     """Returns a run_name like this one under which nothing is there yet."""
@@ -121,6 +122,6 @@ def remembered_steps() -> Path:
 
 def _given_or_own(given: str, name: str) -> Path:
   if given:
-    return Path(given).expanduser().absolute()
+    return user_path(given).absolute()
   base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
   return Path(base, "maxbatch", name).absolute()

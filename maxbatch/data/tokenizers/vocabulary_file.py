@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxbatch.config.find import did_you_mean
+from maxbatch.config.find import did_you_mean, user_path
 from maxbatch.config.registry import library
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.object_store import is_url
@@ -121,7 +121,7 @@ def read_vocabulary(data: DataConfig, *names: str) -> VocabularyFile:
       f"{given}: a vocabulary cannot be read from a URL; copy it to this machine, and give the "
       "file or its folder, for example tokenizer_path=my_tokenizer"
     )
-  path = Path(data.tokenizer_path).expanduser()
+  path = user_path(data.tokenizer_path)
   if not os.path.lexists(path) and is_hub_name(data.tokenizer_path):
     path = hub_folder(given, data.tokenizer_path, names)
   if path.is_dir():
