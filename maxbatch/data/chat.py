@@ -31,6 +31,37 @@ _ANSWER = "an answer"
 _EXAMPLE = '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'
 
 
+_MOST_TURNS = 10**6
+"""Of a template's loops over ranges, for a conversation."""
+_FAILURES = (
+  ArithmeticError,
+  AttributeError,
+  LookupError,
+  MemoryError,
+  RecursionError,
+  TypeError,
+  ValueError,
+)
+"""Errors of programs, which templates are, beside Jinja's own."""
+
+
+class TemplateFailedError(Exception):
+  """The chat template refuses a conversation, or fails; the message says why."""
+
+
+class _Range:
+  """Jinja's range, of which a conversation gets no more than so many numbers."""
+
+  left = _MOST_TURNS
+
+  def __call__(self, *ends: int) -> range:
+    numbers = range(*ends)
+    self.left -= len(numbers)
+    if self.left < 0:
+      raise ValueError(f"its loops take more than {_MOST_TURNS:,} turns")
+    return numbers
+
+
 class Conversation(NamedTuple):
   """A document of tokens that count or do not."""
 
@@ -73,6 +104,7 @@ class Chat:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
+    environment.globals["range"] = _Range()
     # As a call block, of which Jinja keeps the rules for white space and variables.
     environment.globals["marked_generation"] = lambda caller: f"{_BEGIN}{caller()}{_END}"
     return environment.from_string(_GENERATION.sub(_call, self.template))
@@ -99,10 +131,9 @@ class Chat:
     for text in _texts(messages):
       if bad := [each for each in (*self._special, _BEGIN, _END) if each in text]:
         return Bad(f"a message holds {bad[0]!a}, which the template uses to end or mark one")
-    template_error = library("jinja2", "use_chat_template=true").TemplateError
     try:
       text, spans = self._rendered(messages)
-    except (template_error, TypeError, ValueError) as error:
+    except TemplateFailedError as error:
       return Bad(f"the chat template refuses it: {error}")
     encoding = self._inner.encode(text, add_special_tokens=False)
     ids = np.array(encoding.ids, np.int64)
@@ -117,11 +148,13 @@ class Chat:
     return Conversation(ids, counted)
 
   def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the tokens of a conversation up to where an assistant's answer begins."""
+    """Returns the tokens of a conversation up to where an assistant's answer begins. Raises
+    TemplateFailedError."""
     return self._ids(self._render(messages, add_generation_prompt=True))
 
   def end_of_answer(self) -> int | None:
-    """Returns the special token with which the template ends an assistant's words, if any."""
+    """Returns the special token with which the template ends what an assistant says, if there is
+    one. Raises TemplateFailedError."""
     asked = [{"role": "user", "content": "?"}]
     text = self._render([*asked, {"role": "assistant", "content": _ANSWER}])
     after = self._ids(text.rpartition(_ANSWER)[2])
@@ -140,7 +173,7 @@ class Chat:
     if _BEGIN in text:
       text, spans = _marked(text)
       if len(spans) != len(answers):
-        raise ValueError(f"{len(answers)} answers, of which it marks {len(spans)}")
+        raise TemplateFailedError(f"{len(answers)} answers, of which it marks {len(spans)}")
     else:
       spans = [self._added(messages, answer, text) for answer in answers]
     # An answer of weight 0 is not trained on.
@@ -151,7 +184,7 @@ class Chat:
     before = self._render(messages[:answer], add_generation_prompt=True)
     after = self._render(messages[: answer + 1])
     if not (after.startswith(before) and text.startswith(after)):
-      raise ValueError(
+      raise TemplateFailedError(
         f"messages before and after answer {answer} change how it is rendered, so what the "
         "assistant says cannot be found; mark it in the template with {% generation %} and "
         "{% endgeneration %}"
@@ -161,8 +194,15 @@ class Chat:
   def _render(
     self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
   ) -> str:
-    special = {"add_generation_prompt": add_generation_prompt, **dict(self.tokens)}
-    return self._compiled.render(messages=messages, **special)
+    """Returns the conversation's text. Raises TemplateFailedError: it refuses the conversation."""
+    template_error = library("jinja2", "use_chat_template=true").TemplateError
+    self._compiled.globals["range"].left = _MOST_TURNS
+    try:
+      return self._compiled.render(
+        messages=messages, add_generation_prompt=add_generation_prompt, **dict(self.tokens)
+      )
+    except (template_error, *_FAILURES) as error:
+      raise TemplateFailedError(str(error) or type(error).__name__) from error
 
 
 def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
@@ -223,10 +263,13 @@ def _template(tokenizer: HuggingFaceTokenizer) -> str:
     if own.is_file():
       return own.read_text(encoding="utf-8")
     result = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
-  except (OSError, ValueError, AttributeError) as error:
-    raise UserError(f"{tokenizer.file}: its chat template cannot be read ({error})") from error
-  if isinstance(result, list):  # Several by name.
-    result = {each.get("name"): each.get("template") for each in result}.get("default")
+    if isinstance(result, list):  # Several by name.
+      result = {each.get("name"): each.get("template") for each in result}.get("default")
+  except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    raise UserError(
+      f"{tokenizer.file}: its chat template cannot be read from {settings.name} ({error}); correct it, "
+      f"or write {own}"
+    ) from error
   if not isinstance(result, str):
     raise UserError(
       f"use_chat_template=true: {tokenizer.file} has no chat template, neither {own.name} nor "

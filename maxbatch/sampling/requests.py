@@ -2,17 +2,15 @@
 
 import dataclasses
 import json
-import pathlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxbatch.config.find import shown
+from maxbatch.config.find import shown, user_path
 from maxbatch.config.load import load_config
-from maxbatch.config.registry import library
 from maxbatch.config.schema import Config, DataConfig
-from maxbatch.data.chat import Chat, build_chat
+from maxbatch.data.chat import Chat, TemplateFailedError, build_chat
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer
@@ -40,12 +38,19 @@ class PromptEncoder:
   def __init__(self, data: DataConfig, tokenizer: Tokenizer):
     """Raises UserError for a chat template that cannot be used."""
     self._tokenizer, self._add_bos = tokenizer, data.add_bos
+    self._tokenizer_path = data.tokenizer_path
     self._chat = build_chat(data, tokenizer) if data.use_chat_template else None
 
   def ends(self, stop: Sequence[str]) -> list[int]:
     """Returns the ids that end a text: of the document, of an answer, and those of `stop`. Raises
     UserError: a text of `stop` is not one token."""
-    answer = self._chat.end_of_answer() if self._chat else None
+    try:
+      answer = self._chat.end_of_answer() if self._chat else None
+    except TemplateFailedError as error:
+      raise UserError(
+        f"tokenizer_path={self._tokenizer_path}: its chat template does not render an answer: {error}; "
+        "correct it, or set use_chat_template=false"
+      ) from error
     own = [self._tokenizer.eos_id, *([] if answer is None else [answer])]
     return own + [self._one_token(text) for text in stop]
 
@@ -74,17 +79,23 @@ class PromptEncoder:
           "the keys of one: use_chat_template=true tokenizer_type=huggingface tokenizer_path=…"
         )
       return tuple(encoded(self._tokenizer, prompt, add_bos=self._add_bos))
-    return tuple(_rendered(self._chat, prompt))
+    ids = tuple(_rendered(self._chat, prompt))
+    if not ids:
+      raise UserError(
+        f"the chat template of tokenizer_path={self._tokenizer_path} makes nothing of "
+        f"{shown(json.dumps(prompt))}; correct it, or set use_chat_template=false"
+      )
+    return ids
 
 
 def _rendered(chat: Chat, prompt: Prompt) -> list[int]:
   messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-  template_error = library("jinja2", "use_chat_template=true").TemplateError
   try:
     return chat.prompt(messages)
-  except (template_error, TypeError, ValueError) as error:
+  except TemplateFailedError as error:
     raise UserError(
-      f"the chat template refuses {shown(json.dumps(messages))}: {error}; prompts are such as {_LINE}"
+      f"the chat template of tokenizer_path={chat.tokenizer.file.path} refuses "
+      f"{shown(json.dumps(messages))}: {error}; prompts are such as {_LINE}"
     ) from error
 
 
@@ -103,7 +114,7 @@ def read_prompts(file: str) -> list[Prompt]:
   """Reads the prompts of a file: of each line the text, or in a .jsonl its `prompt` or `messages`.
   Raises UserError: it cannot be read, or a line is no prompt."""
   try:
-    lines = pathlib.Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    lines = user_path(file).read_text(encoding="utf-8").splitlines()
   except (OSError, UnicodeError) as error:
     reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
     raise UserError(
@@ -178,7 +189,7 @@ def ends_of_folder(folder: Path) -> list[int]:
     result = json.loads(path.read_text(encoding="utf-8"))["eos_token_id"]
   except (FileNotFoundError, KeyError):
     return []
-  except (OSError, ValueError, TypeError) as error:
+  except (OSError, ValueError, TypeError, RecursionError) as error:
     raise UserError(f"{path} cannot be read ({error}); correct it, or remove it") from error
   ids = result if isinstance(result, list) else [result]
   return [id_ for id_ in ids if isinstance(id_, int)]
