@@ -199,6 +199,11 @@ def check_scope(config: Config, named: Iterable[str]) -> None:
         "config=advice.yml"
       )
   run = config.run
+  if -1 not in (run.total_tokens, run.total_samples):
+    raise UserError(
+      f"total_tokens={run.total_tokens} total_samples={run.total_samples}: only one can be set; for "
+      "example total_samples=-1"
+    )
   if "steps" in named and run.steps != -1 and (run.total_tokens, run.total_samples) != (-1, -1):
     raise UserError(
       f"steps={run.steps}: the steps follow from the batch that is advised; leave it out, or "

@@ -12,11 +12,11 @@ import math
 import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from maxbatch.batch_rules.published import GROWTH, batch_rules
 from maxbatch.batch_rules.rule import BatchRule, Training, at_overhead
-from maxbatch.config.find import shown
+from maxbatch.config.find import shown, user_path
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
 
@@ -89,7 +89,7 @@ def measured_by(folder: str, tokens: float) -> list[Measured]:
   """
   if not folder:
     return []
-  run = RunFolder(pathlib.Path(folder).expanduser())
+  run = RunFolder(user_path(folder))
   if not run.metrics.is_file():
     raise UserError(
       f"from_run={shown(folder)}: there is no run with a metrics.jsonl; for example "
@@ -105,6 +105,33 @@ def measured_by(folder: str, tokens: float) -> list[Measured]:
   return results
 
 
+def last_record_with(folder: pathlib.Path, *keys: str) -> dict[str, float] | None:
+  """Returns the newest record of a run with all of these keys; None: there is none. Raises UserError: it
+  cannot be read."""
+  path, last = RunFolder(folder).metrics, b""
+  wanted = [f'"{key}"'.encode() for key in keys]
+  try:
+    with path.open("rb") as lines:
+      for line in lines:
+        # Of a run that is still training the last line may be half written.
+        if line.endswith(b"}\n") and all(key in line for key in wanted):
+          last = line
+    record = json.loads(last or b"null")
+  except (OSError, ValueError, RecursionError):
+    record = {}
+  if record is not None and not _is_record(record, keys):
+    raise UserError(
+      f"from_run: {path} cannot be read as metrics of a run; put back the file, or name another run"
+    )
+  return record
+
+
+def _is_record(record: object, keys: Sequence[str]) -> bool:
+  if not isinstance(record, dict) or not record.keys() >= {*keys}:
+    return False
+  return all(isinstance(value, int | float) for value in record.values())
+
+
 def growth_to(tokens: float, at_tokens: float) -> float:
   """Returns the critical batch of a run of `tokens` over that of its moment `at_tokens`."""
   exponent = GROWTH.exponent
@@ -112,13 +139,8 @@ def growth_to(tokens: float, at_tokens: float) -> float:
 
 
 def _noise_scale(run: RunFolder, tokens: float) -> list[Measured]:
-  last: dict[str, Any] = {}
-  with run.metrics.open(encoding="utf-8", errors="replace") as lines:
-    for line in lines:
-      # Of a run that is still training the last line may be half written.
-      if '"gns/total_tokens"' in line and line.endswith("}\n"):
-        last = json.loads(line)
-  if not last or not last.get("tokens"):
+  last = last_record_with(run.path, "gns/total_tokens", "tokens")
+  if last is None or not last["tokens"]:
     return []
   value = float(last["gns/total_tokens"])
   # Its ends are in samples.
@@ -142,7 +164,7 @@ def _branches(run: RunFolder, tokens: float) -> list[Measured]:
     least, below = report["critical_batch_at_least"], report["critical_batch_below"]
     curve = (report.get("tradeoff") or {}).get("critical_batch")
     ends = curve and Bracket(*(float(curve[end]) for end in ("low", "value", "high")))
-  except (OSError, ValueError, KeyError, TypeError) as error:
+  except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
     raise UserError(
       f"{files[-1]} cannot be read as a measurement ({error!r}); remove it, or measure again with "
       "maxbatch critical_batch"

@@ -6,17 +6,16 @@ published choices, and what they disagree about.
 """
 
 import dataclasses
-import json
-import pathlib
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 from maxbatch.advice.asked import Place
+from maxbatch.advice.batch_size import last_record_with
 from maxbatch.advice.words import DAY, percent, short, span, wrapped
 from maxbatch.batch_rules.post_training import CHOICES, EQUAL_GENERATIONS
 from maxbatch.command_line.screen import Table
-from maxbatch.config.find import shown
+from maxbatch.config.find import shown, user_path
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
@@ -122,13 +121,10 @@ def advise_post_training(
 def _measured(folder: str) -> PromptNoise | None:
   if not folder:
     return None
-  run, last = RunFolder(pathlib.Path(folder).expanduser()), {}
-  if run.metrics.is_file():
-    with run.metrics.open(encoding="utf-8", errors="replace") as lines:
-      for line in lines:
-        if '"gns/sampling"' in line and '"gns/total_completions"' in line and line.endswith("}\n"):
-          last = json.loads(line)
-  if not last:
+  run = user_path(folder)
+  keys = ("gns/sampling", "gns/total_completions", "gns/total")
+  last = last_record_with(run, *keys) if RunFolder(run).metrics.exists() else None
+  if last is None:
     raise UserError(
       f"from_run={shown(folder)}: the run has measured no noise of its policy gradient; measure with "
       "gns_from_microbatches=true in a run of reinforcement learning"

@@ -11,6 +11,7 @@ samples takes `batch` samples. The reason is optional.
 import dataclasses
 import itertools
 import pathlib
+import reprlib
 from collections.abc import Sequence
 
 import yaml
@@ -140,7 +141,8 @@ def _change(file: pathlib.Path, number: int, row: object) -> Change:
 
 
 def _shown(row: object) -> str:
-  text = str(row)
+  # Not str(row): that of YAML's aliases of aliases has no end.
+  text = reprlib.repr(row)
   return text if len(text) <= 60 else f"{text[:57]}…"
 
 

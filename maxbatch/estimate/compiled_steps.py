@@ -142,7 +142,7 @@ def _remembered(folder: str) -> Mapping[_Key, CompiledStep]:
   """Returns the user's own, compiled by this very code; a file that cannot be read is as none."""
   results = []
   for file in sorted(pathlib.Path(folder).glob(f"*-{_code()}.json")):
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
       results += [CompiledStep(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
   return _keyed(results)
 

@@ -52,6 +52,8 @@ def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
       f"checkpoint={folder} holds parameters alone, and branches continue a training run; give "
       "one that was saved in training"
     )
+  if not (folder / "state").is_dir():
+    raise UserError(_damaged(folder, "its state is missing"))
   position = Position(step, record["samples"])
   return Checkpoint(folder, position, record["plan"], record["checksum"])
 

@@ -25,6 +25,7 @@ from maxbatch.run_folder.paths import RunFolder
 POSITIONS = ("step", "samples", "tokens")
 SECONDS = "step_seconds"
 _GLANCE_BYTES = 2**17
+_DEEPEST, _MOST_ALIASES = 50, 20
 _DEPTHS = ("*", "*/*", "*/*/*")
 
 
@@ -123,6 +124,8 @@ def glance_at(folder: Path) -> RunHistory:
 
 def runs_below(folder: Path) -> list[Path]:
   """Returns the folders of runs in a folder, with itself and branches, by their names."""
+  if not os.path.isdir(folder):  # Not Path.is_dir, to which a name that is too long is an error.
+    return []
   results = [folder, *(path for depth in _DEPTHS for path in folder.glob(depth))]
   return sorted(path for path in results if path.is_dir() and is_run(path))
 
@@ -222,7 +225,9 @@ def _events(paths: RunFolder, missing: list[str]) -> list[Event]:
 
 def _yaml(path: Path, missing: list[str]) -> dict[str, Any]:
   try:
-    content = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
+    text = path.read_text(encoding="utf-8")
+    _check_shape(text)
+    content = yaml.load(text, yaml.CSafeLoader)
   except OSError as error:
     missing.append(f"{path.name} cannot be read: {error.strerror}")
   except (yaml.YAMLError, ValueError, RecursionError):
@@ -232,6 +237,18 @@ def _yaml(path: Path, missing: list[str]) -> dict[str, Any]:
       return content
     missing.append(f"{path.name} is damaged: it holds no keys")
   return {}
+
+
+def _check_shape(text: str) -> None:
+  """Raises ValueError for YAML that no run writes: nested so deep that the parser in C would crash,
+  or with so many aliases that what they stand for might have no end."""
+  depth = num_aliases = 0
+  for event in yaml.parse(text, yaml.CSafeLoader):
+    depth += isinstance(event, yaml.CollectionStartEvent)
+    depth -= isinstance(event, yaml.CollectionEndEvent)
+    num_aliases += isinstance(event, yaml.AliasEvent)
+    if depth > _DEEPEST or num_aliases > _MOST_ALIASES:
+      raise ValueError(text[:20])
 
 
 def _json(path: Path, missing: list[str]) -> list[Any]:

@@ -286,10 +286,15 @@ def read_metrics(folder: pathlib.Path) -> list[Record]:
 
 def each_record(folder: pathlib.Path) -> Iterator[Record]:
   """Yields the same, one at a time: a run of millions of steps does not fit in memory. Raises
-  UserError: as above, when it comes to such a line."""
+  UserError: as above, when it comes to such a line, or the file cannot be read."""
   path = RunFolder(folder).metrics
-  if path.exists():
-    yield from (record for _, record in _lines(path))
+  try:
+    if path.exists():
+      yield from (record for _, record in _lines(path))
+  except OSError as error:
+    raise UserError(
+      f"{path} cannot be read: {error.strerror}; put back the file, or name another run"
+    ) from error
 
 
 def _lines(path: pathlib.Path) -> Iterator[tuple[bytes, Record]]:

@@ -70,7 +70,7 @@ def special_tokens(path: Path, given: str = "") -> dict[str, str]:
     tokens = {role: said.get(f"{role}_token") for role in ("bos", "eos", "pad")}
   except FileNotFoundError:
     return {}
-  except (OSError, ValueError, AttributeError) as error:
+  except (OSError, ValueError, AttributeError, RecursionError) as error:
     raise UserError(f"{given}{path} beside it cannot be read ({error}); correct it") from error
   # A token is its text, or an object that has it.
   texts = {
