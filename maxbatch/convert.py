@@ -7,7 +7,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
@@ -17,10 +16,12 @@ from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.declare import FileName, NonNegative
+from maxbatch.config.find import user_path
 from maxbatch.config.load import load_config
 from maxbatch.conversion.beside import model_folder, tokenizer_keys
 from maxbatch.conversion.to_folder import convert_to_folder, convert_to_peft
 from maxbatch.conversion.to_run import Converted, convert_to_run
+from maxbatch.data.registry import build_tokenizer
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
 
@@ -119,7 +120,9 @@ def _to_run(arguments: Arguments[ConvertArguments]) -> Converted:
     keys.insert(0, "config=base")
   keys.append(f"model_name={folder.absolute()}")
   config = load_config(keys)
-  if not any(key.startswith("tokenizer_") for key in keys):
+  if any(key.startswith("tokenizer_") for key in keys):
+    build_tokenizer(config.data)  # Refuses what a run could not begin with.
+  else:
     config = load_config([*keys, *tokenizer_keys(folder, RunFolder.of(config.run))])
   return convert_to_run(folder, config)
 
@@ -130,7 +133,8 @@ def _to_folder(arguments: Arguments[ConvertArguments]) -> Converted:
     _refuse(own, "to_peft", ("hf_access_token", "save_dtype", "export_vocab_size"))
   else:
     _refuse(own, "to_hf", ("hf_access_token",))
-  if own.checkpoint and not own.checkpoint.isdecimal():
+  is_in_config = not own.checkpoint or own.checkpoint.isdecimal()
+  if not (is_in_config and any(key.startswith("config=") for key in keys)):
     step = find_checkpoint(own.checkpoint)
     config = config_of(step, keys)
   else:
@@ -138,8 +142,8 @@ def _to_folder(arguments: Arguments[ConvertArguments]) -> Converted:
     run = RunFolder.of(config.run)
     step = find_checkpoint(str(run.checkpoints / own.checkpoint if own.checkpoint else run.path))
   if own.to_peft:
-    return convert_to_peft(step, config, Path(own.to_peft).expanduser())
-  folder = Path(own.to_hf).expanduser()
+    return convert_to_peft(step, config, user_path(own.to_peft))
+  folder = user_path(own.to_hf)
   return convert_to_folder(step, config, folder, own.save_dtype, own.export_vocab_size)
 
 

@@ -16,6 +16,7 @@ from maxbatch.command_line.output_file import check_output, write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.screen import printable
 from maxbatch.compile import cache
+from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.config.declare import FLOAT32, INT32, FileName, Positive, Range, Seed
 from maxbatch.config.find import shown
 from maxbatch.config.schema import Config, RunConfig
@@ -24,12 +25,14 @@ from maxbatch.conversion.source import Source, find_source, open_source
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
+from maxbatch.hardware.devices import Device
 from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.hugging_face.registry import is_model_folder
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, Parameters, build_model, placed
 from maxbatch.modes.start import connected_devices, started
+from maxbatch.precision.formats import compute_format
 from maxbatch.precision.policy import policy_of
 from maxbatch.sampling.choice import Choice
 from maxbatch.sampling.requests import (
@@ -70,7 +73,9 @@ class SampleArguments:
       "prompts_file=prompts.txt",
     ),
   ] = ""
-  num_samples: Annotated[Positive, Key("texts of each prompt", "num_samples=4")] = 1
+  num_samples: Annotated[
+    int, Range(low=1, limit=1_000_000), Key("texts of each prompt", "num_samples=4")
+  ] = 1
   max_new_tokens: Annotated[
     Positive, Key("tokens of a text, if nothing ends it before", "max_new_tokens=200")
   ] = 128
@@ -210,9 +215,17 @@ def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
   model = build_model(shape, length, policy=policy)
   mesh = make_mesh(target.layout, target.devices)
   source.check(model)
+  _check_memory(own, config, asked, target.devices)
+  wanted = placed(model, mesh)
+  params = source.read(model, wanted)
+  if len(jax.tree.leaves(params)) < len(jax.tree.leaves(wanted)):
+    raise UserError(
+      f"lora_rank={config.model.lora_rank}: checkpoint={own.checkpoint} has no adapters; sample from "
+      "it with lora_rank=0"
+    )
   return _Job(
     model=model,
-    params=source.read(model, placed(model, mesh)),
+    params=params,
     mesh=mesh,
     tokenizer=tokenizer,
     choice=_choice(own, config.run),
@@ -221,6 +234,28 @@ def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
     shows_prompts=not config.data.use_chat_template,
     max_target_length=length,
     own=own,
+  )
+
+
+def _check_memory(
+  own: SampleArguments, config: Config, asked: Sequence[Request], devices: Sequence[Device]
+) -> None:
+  """Raises UserError: tokens, keys and values of the texts written together are more than the devices
+  have, however they are divided."""
+  model, rows = config.model, min(own.samples_at_once, len(asked))
+  kept = 2 * model.base_num_decoder_layers * model.base_num_kv_heads * model.head_dim
+  token_bytes = 8 + kept * compute_format(config.precision).bytes
+  places = max(len(request.ids) for request in asked) + own.max_new_tokens
+  needed = rows * places * token_bytes / len(devices)
+  capacity = capacity_bytes(devices, config.compile.device_memory_gb)
+  if needed <= capacity:
+    return
+  fitting = int(rows * capacity / needed)
+  shorter = max(int(own.max_new_tokens * capacity * rows / needed), 1)
+  offer = f"samples_at_once={fitting}" if fitting else f"samples_at_once=1 max_new_tokens={shorter}"
+  raise UserError(
+    f"max_new_tokens={own.max_new_tokens} samples_at_once={rows}: a device needs at least "
+    f"{gib(needed)} for tokens, keys and values, and has {gib(capacity)}; for example {offer}"
   )
 
 

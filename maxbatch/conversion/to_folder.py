@@ -18,6 +18,7 @@ import numpy as np
 
 from maxbatch.checkpoints.parameters_only import PARAMETERS
 from maxbatch.checkpoints.tensor_files import MAX_FILE_BYTES, TensorSpec, total_bytes, write_tensors
+from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import CONFIG, origin_of, token_ids, write_beside
 from maxbatch.conversion.output_folder import Converted, converted, model_keys, whole_folder
@@ -48,6 +49,7 @@ def convert_to_folder(
   what the model computes, or the folder is not to be written.
   """
   checkpoint = whole_checkpoint(step, config)
+  _check_adapters(checkpoint, config)
   model = without_adapters(config.model)
   plain = dataclasses.replace(config, model=model)
   return _write(checkpoint, plain, folder, dtype, vocab_size)
@@ -138,10 +140,22 @@ def _check_model(checkpoint: WholeCheckpoint, config: Config) -> None:
   result = differing({**ours, **PLAIN, **saved}, ours)
   if result is not None:
     key, value = result
-    raise UserError(
-      f"{key}={ours[key]} is not what checkpoint={checkpoint.folder} was written with, {value}; "
-      f"give the configuration of its run: config={checkpoint.folder.parent.parent / 'config.yml'}"
-    )
+    raise _other_run(checkpoint, key, ours[key], value)
+
+
+def _check_adapters(checkpoint: WholeCheckpoint, config: Config) -> None:
+  """Raises UserError: the checkpoint's adapters were trained with other keys."""
+  saved, ours = checkpoint.record["identity"], to_flat_dict(config)
+  for key in ("lora_rank", "lora_alpha", "lora_targets") if saved.get("lora_rank") else ():
+    if saved[key] != ours[key]:
+      raise _other_run(checkpoint, key, ours[key], saved[key])
+
+
+def _other_run(checkpoint: WholeCheckpoint, key: str, ours: object, saved: object) -> UserError:
+  return UserError(
+    f"{key}={ours} is not what checkpoint={checkpoint.folder} was written with, {saved}; give the "
+    f"configuration of its run: config={checkpoint.folder.parent.parent / 'config.yml'}"
+  )
 
 
 def _check_leaves(checkpoint: WholeCheckpoint, axes: Mapping[str, LogicalAxes]) -> None:
@@ -205,6 +219,7 @@ def convert_to_peft(step: Path, config: Config, folder: Path) -> Converted:
   model = build_model(config.model, length, trainable=trainable)
   _check_trained(config, {path for path in model.axes() if path not in model.frozen}, step)
   checkpoint = whole_checkpoint(step, config)
+  _check_adapters(checkpoint, config)
   adapted = {".".join(path[:-1]) for path in model.axes() if path[-1] == ADAPTER[0]}
   family, _ = family_for(model_keys(config), config.batch.max_target_length)
   plain = build_model(lora.without_adapters(config.model), config.batch.max_target_length)

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import fnmatch
 import heapq
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
@@ -81,7 +82,7 @@ def add_adapters(model: nnx.Module, config: ModelConfig, rngs: nnx.Rngs) -> None
   """Gives the Projections that lora_targets names their adapters; none if lora_rank is 0.
 
   Raises:
-    UserError: a name that no Projection has.
+    UserError: a name that no Projection has, or a rank that is none.
   """
   if config.lora_rank == 0:
     return
@@ -91,9 +92,19 @@ def add_adapters(model: nnx.Module, config: ModelConfig, rngs: nnx.Rngs) -> None
   for target in targets:
     if target not in named:
       raise UserError(_no_projection(target, sorted(named), config))
-  for path, module in nnx.iter_modules(model):
-    if isinstance(module, Projection) and path[-1] in targets:
-      module.add_adapter(rngs, config.lora_rank, scale(config))
+  chosen = [
+    module
+    for path, module in nnx.iter_modules(model)
+    if isinstance(module, Projection) and path[-1] in targets
+  ]
+  largest = max(min(math.prod(one.in_shape), math.prod(one.out_shape)) for one in chosen)
+  if config.lora_rank > largest:
+    raise UserError(
+      f"lora_rank={config.lora_rank} is more than any matrix has that it adapts "
+      f"({', '.join(targets)}: rank {largest} at most); for example lora_rank={min(16, largest)}"
+    )
+  for module in chosen:
+    module.add_adapter(rngs, config.lora_rank, scale(config))
 
 
 def _no_projection(target: str, known: Sequence[str], config: ModelConfig) -> str:

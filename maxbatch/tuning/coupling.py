@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from maxbatch.batch.from_config import plan_batches
+from maxbatch.config.registry import registered
 from maxbatch.config.schema import BatchConfig, Config, ModelConfig
 from maxbatch.core.check_split import check_split
 from maxbatch.core.keys import counted, text
@@ -54,6 +55,7 @@ def resolve_accumulation(
   splits = _splits(config, plan, topology)
   if config.model.decoder_block in SHIPPED or not (chooses or splits):
     return config
+  registered("decoder_block", config.model.decoder_block, MODELS, config.model.plugins)
   try:
     cause = coupling(config.model, config.batch.max_target_length, packing=config.data.segmented)
   except UserError as error:
@@ -112,6 +114,7 @@ def tiny(config: ModelConfig) -> ModelConfig:
     base_num_kv_heads=kv_heads,
     head_dim=_HEAD_DIM,
     base_mlp_dim=2 * heads * _HEAD_DIM,
+    lora_rank=min(config.lora_rank, kv_heads * _HEAD_DIM),
     max_position_embeddings=-1,
     # How the same values are computed; the kernels have smallest sizes.
     attention="dot_product",
