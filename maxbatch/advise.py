@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import yaml
@@ -32,6 +31,7 @@ from maxbatch.config.declare import (
   NonNegativeFloat,
   Range,
 )
+from maxbatch.config.find import user_path
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
@@ -341,7 +341,7 @@ def configuration(
 
 def _base(name: str) -> str:
   """Names a shipped file by its name, any other by its whole path: the advice may lie elsewhere."""
-  path = Path(name).expanduser()
+  path = user_path(name)
   return _value(str(path.absolute()) if path.is_file() else name)
 
 

@@ -252,7 +252,10 @@ def _prepare(request: Request) -> Experiment:
   # branches, so that num_pipeline_microbatches of the largest serves all; the run's may be another.
   largest = PRETRAINING.resolve(branches[-1], target, Purpose.RUN)
   state = build_trainer(largest.config, largest.plan, target.devices).abstract
-  check_memory(largest.config, largest.plan, state, target.devices)
+  try:
+    check_memory(largest.config, largest.plan, state, target.devices)
+  except UserError as error:
+    raise UserError(f"{error}\n(In the largest branch of factors={options.factors}.)") from error
   record_origin(experiment.folder, checkpoint)
   config = dataclasses.replace(config, pipeline=largest.config.pipeline)
   return dataclasses.replace(experiment, config=config)

@@ -12,7 +12,7 @@ import jax
 from maxbatch.batch.from_config import check_supervised, plan_batches
 from maxbatch.batch.host_loads import check_loads, host_loads, loading_hosts
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
-from maxbatch.command_line.output_file import check_output, write_output
+from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.screen import note
 from maxbatch.command_line.signals import leave
@@ -97,7 +97,6 @@ def _analyze(arguments: Arguments[AnalyzerArguments]) -> None:
   note(without_effect(config))
   if own.plot:
     check_picture_file("--plot", own.plot, "input")
-    check_output("--plot", own.plot)
   began = time.perf_counter()
   request, need = _prepare(config, own)
   # Compiling the step may have taken all of it.

@@ -26,9 +26,9 @@ REFUSED = {
     train_data_columns=[ask] eval_data_columns=[ask] grain_file_type=jsonl grain_train_files=x
     grain_eval_files=x hf_path=x hf_name=x hf_data_dir=x hf_train_files=x hf_eval_files=x
     train_split=x hf_eval_split=x""",
-  "rl_task= dataset_type=grain": """hf_path=x hf_name=x hf_data_dir=x hf_train_files=x
+  "rl_task= dataset_type=grain train_data_columns=[text,answer]": """hf_path=x hf_name=x hf_data_dir=x hf_train_files=x
     hf_eval_files=x train_split=x hf_eval_split=x warm_start_steps=3""",
-  "rl_task= dataset_type=hf": "grain_file_type=jsonl grain_train_files=x grain_eval_files=x",
+  "rl_task= dataset_type=hf train_data_columns=[text,answer]": "grain_file_type=jsonl grain_train_files=x grain_eval_files=x",
 }
 """By other keys, those that have no effect with them, or none yet, with a value that asks for one."""
 

@@ -15,7 +15,6 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import jax
@@ -30,12 +29,13 @@ from maxbatch.compile.step_identity import (
   SIZES,
   header,
 )
+from maxbatch.config.find import user_path
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.data.rows import RowSource
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import bypassed
-from maxbatch.run_folder.atomic import replacing
+from maxbatch.run_folder.atomic import nearest, replacing
 from maxbatch.training.build import compiled_step
 from maxbatch.training.step import Step, Trainer
 
@@ -74,7 +74,7 @@ def save(
   ]
   text = json.dumps({"made_from": dict(header), "programs": described}).encode()
   try:
-    with replacing(Path(path).expanduser()) as file:
+    with replacing(user_path(path)) as file:
       file.write(_MAGIC + len(text).to_bytes(_LENGTH_BYTES, "big"))
       file.write(hashlib.sha256(text).digest() + text)
       for data in payloads.values():
@@ -86,14 +86,20 @@ def save(
     ) from error
 
 
-def check_replaces_no_other(path: str) -> None:
-  """Checks that what `save_compiled_step` names is nothing yet, or a compiled step.
+def check_saves(path: str) -> None:
+  """Checks that what `save_compiled_step` names can be made, or is a compiled step.
 
   Raises:
-    UserError: it is another file, a folder or a pipe.
+    UserError: it is another file, a folder or a pipe, or its folder cannot be made or written.
   """
-  file = Path(path).expanduser()
+  file = user_path(path)
   if not file.exists():
+    there = nearest(file.absolute().parent)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+      raise UserError(
+        f"save_compiled_step={path}: cannot be written: {there} is no folder that can be written to; "
+        f"for example save_compiled_step={file.name}"
+      )
     return
   kind = b""
   if file.is_file():
@@ -172,7 +178,7 @@ def _shown(value: Any) -> str:
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[_Opened]:
   """Opens the file that `compiled_step` names; errors in it are said in the words of the keys."""
-  file_path = Path(path).expanduser()
+  file_path = user_path(path)
   try:
     if file_path.is_fifo():
       raise _DamagedError("this is a pipe, not a file")

@@ -208,7 +208,9 @@ def find_hf(data: DataConfig) -> Given | None:
 
 def _of_files(data: DataConfig) -> Given:
   """Returns the files of a format that hf_path names."""
-  _refuse("a format", data.hf_path, hf_name=data.hf_name, hf_eval_split=data.hf_eval_split)
+  split = "" if data.train_split == "train" else data.train_split
+  splits = {"train_split": split, "hf_eval_split": data.hf_eval_split}
+  _refuse("a format", data.hf_path, hf_name=data.hf_name, **splits)
   form, folder = _BUILDERS[data.hf_path], data.hf_data_dir
   train_files = data.hf_train_files or folder
   train = resolve_records("hf_train_files", train_files, train_columns(data), form, "hf_path")
@@ -305,5 +307,5 @@ def _loaded(data: DataConfig, key: str, split: str, files: str, columns: Columns
 def _refuse(what: str, path: str, **given: str) -> None:
   if unread := [f"{key}={value}" for key, value in given.items() if value]:
     raise UserError(
-      f"hf_path={path} is {what}, beside which {' '.join(unread)} means nothing; leave it empty"
+      f"hf_path={path} is {what}, beside which {' '.join(unread)} means nothing; leave it out"
     )

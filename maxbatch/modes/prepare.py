@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import jax
 
 from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.checkpoints.formats import format_named
 from maxbatch.command_line.screen import for_screen
 from maxbatch.compile import cache
 from maxbatch.compile.compile_step import placeholder_rows
-from maxbatch.compile.step_file import check_replaces_no_other
+from maxbatch.compile.step_file import check_saves
 from maxbatch.config.load import without_effect
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted
@@ -97,8 +98,11 @@ def purpose_of(config: Config, arguments: Sequence[str] = ()) -> Purpose:
       f"compiled_step={keys.compiled_step} runs what was compiled before, and {other} asks for "
       'compiling; keep one of them, for example with compiled_step=""'
     )
+  # Before anything is compiled, and before the run's folder is there.
   if keys.save_compiled_step:
-    check_replaces_no_other(keys.save_compiled_step)
+    check_saves(keys.save_compiled_step)
+  if config.checkpoint.enable_checkpointing:
+    format_named(config.checkpoint.checkpoint_format)
   if keys.validate_only:
     return Purpose.VALIDATE
   return Purpose.COMPILE if keys.compile_only else Purpose.RUN

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from maxbatch.command_line.output_file import check_output
 from maxbatch.command_line.screen import printable
 from maxbatch.errors import UserError
 from maxbatch.plots.chart import Chart
@@ -66,7 +67,7 @@ def encoded(text: str) -> bytes:
 
 
 def check_picture_file(option: str, file: str, example: str) -> None:
-  """Refuses a file whose name does not say that it is a page.
+  """Refuses a file whose name does not say that it is a page, or that cannot be written.
 
   Args:
     option: how the file was asked for, for the message.
@@ -80,3 +81,4 @@ def check_picture_file(option: str, file: str, example: str) -> None:
       f"{option} {file}: a picture is a page to be opened in a browser, which zooms into it and "
       f"saves it as PNG; name a file that ends in {SUFFIX}; for example {option} {example}{SUFFIX}"
     )
+  check_output(option, file)

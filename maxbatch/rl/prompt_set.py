@@ -154,6 +154,10 @@ class PromptSet:
   """Bad records that were skipped."""
 
 
+_LOOKED_AT = 64
+"""Prompts of a task that are looked at before a run begins, whether they are too long."""
+
+
 def prompt_set(config: Config) -> PromptSet:
   """Returns the prompts of the task that rl_task names, or of the data.
 
@@ -169,9 +173,13 @@ def prompt_set(config: Config) -> PromptSet:
       f"eval_samples=-1: the prompts of rl_task={name} have no end; for example eval_samples=64"
     )
   held_out = [task.prompt(seed, number, "validation") for number in range(wanted)]
+  problem, train = too_long(config), task.prompts(seed)
+  for prompt in (*held_out, *map(train.at, range(_LOOKED_AT))):
+    if said := problem(prompt.text):
+      raise UserError(f"rl_task={name}: {said}")
   own = f"{name}-{seed}-{TASKS_VERSION}"
   return PromptSet(
-    train=task.prompts(seed),
+    train=train,
     validation=held_out,
     fingerprint=own,
     validation_fingerprint=f"{own}-{wanted}",

@@ -1,11 +1,15 @@
 """What a run of reinforcement learning asks of the other keys."""
 
+import inspect
+
 from maxbatch.batch.from_config import is_rl
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.rl_sizes import halving_micro_batch_sizes
 from maxbatch.config.load import to_flat_dict
+from maxbatch.config.registry import registered
 from maxbatch.config.schema import Config, NoiseConfig
 from maxbatch.errors import UserError
+from maxbatch.rl.checkers import REWARDS
 from maxbatch.rl.rewards import check_rewards
 from maxbatch.rl.tasks import task_named
 
@@ -53,7 +57,25 @@ def check_rl(config: Config) -> None:
       "nothing to compare; for example decode_sampling_temperature=1"
     )
   _check_beginning(config)
-  check_rewards(config.rl)
+  _check_reward_columns(config)
+
+
+def _check_reward_columns(config: Config) -> None:
+  """Raises UserError: there are no reward functions, or the data have no column that one asks for."""
+  keys, columns = config.rl, config.data.train_data_columns
+  given = {"answer"} if keys.rl_task else {*columns[1:]}
+  for name in check_rewards(keys):
+    function = registered("reward_functions", name, REWARDS, keys.plugins)
+    # Where it is no plain function, calling it will tell.
+    own = inspect.signature(function).parameters.values() if inspect.isfunction(function) else ()
+    asked = [one.name for one in own if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+    missing = [column for column in asked if column not in {*given, "keys"}]
+    if missing:
+      raise UserError(
+        f"reward_functions: {name} needs the column {missing[0]}, and train_data_columns="
+        f"[{','.join(columns)}]{f' rl_task={keys.rl_task}' if keys.rl_task else ''} gives none; for "
+        f"example train_data_columns=[{','.join([*columns[:1], *missing])}]"
+      )
 
 
 def check_prompt_noise(config: NoiseConfig, plan: RLPlan) -> None:

@@ -17,7 +17,7 @@ from maxbatch.command_line.signals import StopSignals
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.loader import EvalRows
 from maxbatch.data.placement import WrongRowError
-from maxbatch.errors import RowsError, TrainingDivergedError
+from maxbatch.errors import RowsError, TrainingDivergedError, UserError
 from maxbatch.hardware.devices import host_peak_bytes
 from maxbatch.models.registry import Parameters
 from maxbatch.precision.loss_scale import LossScaling
@@ -310,6 +310,7 @@ def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
   Raises:
     TrainingDivergedError: the loss is not finite.
     RowsError: a row is not what was read for it.
+    UserError: no token counts.
   """
   assert job.evaluation.step is not None
   with rows.open() as batches:
@@ -329,6 +330,11 @@ def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
   hosts, saved = functools.partial(job.row_hosts, size), functools.partial(_last_good, job)
   check_rows(wrong, f"validation{of_source}", 0, size, hosts, saved)
   total = jax.tree.map(lambda *each: sum(map(float, each)), *sums)
+  if not total.weight:
+    raise UserError(
+      f"no token{of_source} of the validation data counts in the loss; give others (eval_dataset_path, "
+      "grain_eval_files or hf_eval_files), or none: eval_fraction=0"
+    )
   loss = total.loss / total.weight
   if not math.isfinite(loss):
     raise TrainingDivergedError(

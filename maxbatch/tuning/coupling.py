@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.config.registry import registered
 from maxbatch.config.schema import BatchConfig, Config, ModelConfig
 from maxbatch.core.check_split import check_split
 from maxbatch.core.keys import counted, text
@@ -55,7 +54,6 @@ def resolve_accumulation(
   splits = _splits(config, plan, topology)
   if config.model.decoder_block in SHIPPED or not (chooses or splits):
     return config
-  registered("decoder_block", config.model.decoder_block, MODELS, config.model.plugins)
   try:
     cause = coupling(config.model, config.batch.max_target_length, packing=config.data.segmented)
   except UserError as error:
