@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from hostile_places import BOMB
 from hypothesis import given
 from hypothesis import strategies as st
 from support import SMALLEST
@@ -99,6 +100,9 @@ def test_what_is_hostile_is_text(tmp_path, plain):
     ("events.jsonl", None, " has no event"),
     ("config.yml", "a: [", " is damaged"),
     ("config.yml", "- 1", " is damaged"),
+    # The first crashed the parser, the second has 9 to the power of 12 values.
+    ("config.yml", "[" * 100_000, " is damaged"),
+    ("config.yml", BOMB.decode(), " is damaged"),
     ("config.yml", None, " cannot be read: No such file"),
     ("compile_report.json", "{", " is damaged"),
     ("starts/2.yml", "\x00", " is damaged"),
