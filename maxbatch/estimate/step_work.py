@@ -364,16 +364,12 @@ def _head(work: StepWork, chip: Chip, M: float, ways: int) -> PartWork:
   return PartWork(
     products=3 * 2 * M * _padded(D, chip) * _padded(V, chip) / ways,
     registers={"logits": M * V / ways / _REGISTER},
-    traffic={
-      "logits": M * V / ways * 4,
-      "tiles": _tile_bytes(work, M, ways),
-    },
+    traffic={"logits": M * V / ways * 4, "tiles": _tile_bytes(work, M, ways)},
   )
 
 
 def _tile_bytes(work: StepWork, M: float, ways: int) -> float:
-  """Returns the bytes read and written by the loss because it is formed in tiles, and not at
-  once."""
+  """Returns the bytes that the loss reads and writes because it is formed in tiles."""
   tiles, table = work.tiles(M, ways), work.table_parameters / ways
   if tiles > 1 and work.keeps_gradients(M):
     # Each tile reads the matrix and writes its logits' gradient; in the end both are read, and the
