@@ -309,7 +309,7 @@ def test_the_plot_shows_every_phase(capsys, tmp_path):
   show(capsys, *RAMP, "run_name=a < $b$", "--plot", str(file))
   assert "<h1>a &lt; $b$</h1>" in file.read_text()
   assert error(capsys, *RAMP, "--plot", str(tmp_path / "no" / "out.html")).endswith(
-    "cannot be written: No such file or directory"
+    "cannot be written: No such file or directory; for example --plot new-out.html"
   )
 
 
