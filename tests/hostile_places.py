@@ -34,6 +34,11 @@ class Places:
       self._made[name] = self._make(name)
     return self._made[name]
 
+  def forget_damaged(self) -> None:
+    """Removes the damaged copies: each call looks at all files before and after."""
+    shutil.rmtree(self.folder / "damaged", ignore_errors=True)
+    self._made = {name: path for name, path in self._made.items() if "!" not in name}
+
   def _make(self, name: str) -> pathlib.Path:
     if "!" in name:
       original, damage, *file = name.split("!")

@@ -128,6 +128,7 @@ class Runner:
     changed = sorted(
       name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
     )
+    self.places.forget_damaged()
     own = [argument for argument in arguments if argument not in self.places.training]
     return Outcome(call, code, output.getvalue(), message.getvalue(), seconds, changed, own)
 
