@@ -136,14 +136,14 @@ class ModelConfig(Section, heading="the model"):
   mlp_bias: bool = key(False, FIXED)
   """Biases in the MLP."""
   num_experts: Annotated[int, Range(low=1, high=4096)] = key(1, FIXED)
-  """Experts of a layer, of which each token is sent to num_experts_per_tok; 1: one MLP, no router
+  """Experts per layer; each token is sent to num_experts_per_tok of them; 1: one MLP, no router
   (docs/mixture_of_experts.md)."""
   num_experts_per_tok: Annotated[int, Range(low=1, high=4096)] = key(2, FIXED, EXPERTS)
   """Experts that a token is sent to; none is ever dropped."""
   base_moe_mlp_dim: PositiveOrUnset = key(-1, FIXED, EXPERTS)
   """Hidden dimension of an expert; -1: base_mlp_dim."""
   shared_experts: Annotated[int, Range(low=0, high=4096)] = key(0, FIXED, EXPERTS)
-  """Experts that see every token beside those that are chosen (DeepSeek)."""
+  """Experts that see every token, in addition to the chosen ones (DeepSeek)."""
   routed_score_func: Literal["softmax", "sigmoid"] = key("softmax", FIXED, EXPERTS)
   """Scores by which experts are chosen and weighted, in float32: softmax over all experts, or the
   sigmoid of each (DeepSeek-V3)."""
@@ -152,22 +152,22 @@ class ModelConfig(Section, heading="the model"):
   routed_scaling_factor: Annotated[float, Range(low=1e-6, limit=FLOAT32)] = key(1.0, FIXED, EXPERTS)
   """Factor of those weights (DeepSeek-V3: 2.5)."""
   routed_bias: bool = key(False, FIXED, EXPERTS)
-  """Balance by a bias of each expert's score, for the choice alone: after a step it moves towards an
-  even load (DeepSeek-V3)."""
+  """Balance with a bias on each expert's score, used only to choose experts; after a step it moves
+  towards an even load (DeepSeek-V3)."""
   routed_bias_update_rate: NonNegativeFloat = key(0.001, CHANGEABLE, EXPERTS, EXPERT_BIAS)
   """How far the bias of an expert moves after a step."""
   n_routing_groups: Annotated[int, Range(low=2, high=4096, also=-1)] = key(-1, FIXED, EXPERTS)
-  """Groups of experts, of which a token's experts are in topk_routing_group (DeepSeek-V3: 8); -1: no
+  """Groups of experts; a token's experts come from topk_routing_group of them (DeepSeek-V3: 8); -1: no
   groups."""
   topk_routing_group: Positive = key(1, FIXED, EXPERTS, EXPERT_GROUPS)
-  """Groups that a token's experts are in: those with the highest sum of two scores (DeepSeek-V3: 4)."""
+  """Groups a token's experts come from: those with the highest sum of two scores (DeepSeek-V3: 4)."""
   load_balance_loss_weight: NonNegativeFloat = key(0.0, FIXED, EXPERTS)
-  """Weight of the loss that is smallest at an even load of the experts (OLMoE: 0.01); 0: off."""
+  """Weight of the load-balancing loss, smallest at an even load (OLMoE: 0.01); 0: off."""
   load_balance_loss_type: Literal["sequence", "global", "last_step"] = key(
     "sequence", FIXED, EXPERTS, EXPERT_BALANCE
   )
-  """Over what a load is even: sequence (each row), global (a step's tokens, in two passes), last_step
-  (the same with the counts of the step before, free)."""
+  """Tokens over which the load is balanced: sequence (each row), global (a step, in two passes),
+  last_step (the same with the previous step's counts, at no cost)."""
   router_z_loss_weight: NonNegativeFloat = key(0.0, FIXED, EXPERTS)
   """Weight of the squared log normalizer of the router's logits, which keeps them small (OLMoE:
   0.001); 0: off."""
