@@ -20,9 +20,9 @@ from maxbatch.config.schema import Config, ModelConfig, fields
 from maxbatch.config.value import convert
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
+from maxbatch.data.loader import ChainedLoader
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import make_mesh
-from maxbatch.training import loop
 
 TINY = {
   "base_emb_dim": 32,
@@ -62,15 +62,16 @@ GPT2 = {
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
   """Sends SIGTERM to this process while `step` is under way."""
-  dispatch, calls = loop._dispatch, []
+  waited, steps = ChainedLoader.waited_seconds, []
 
-  def dispatch_and_stop(*arguments: Any) -> Any:
-    calls.append(arguments)
-    if len(calls) == step:
+  def stopped(loader: ChainedLoader) -> float:
+    steps.append(loader)
+    if len(steps) == step:
       os.kill(os.getpid(), signal.SIGTERM)
-    return dispatch(*arguments)
+    return waited(loader)
 
-  monkeypatch.setattr(loop, "_dispatch", dispatch_and_stop)
+  # A run asks for it once in a step, which has been dispatched and not been waited for.
+  monkeypatch.setattr(ChainedLoader, "waited_seconds", stopped)
 
 
 def config(**keys: object) -> Config:

@@ -242,16 +242,16 @@ ABORTED = """
 import ctypes, sys, threading
 from maxbatch import train
 from maxbatch.hardware.processes import leave_together
-from maxbatch.training import loop
+from maxbatch.data.loader import ChainedLoader
 
-dispatch, steps = loop._dispatch, []
-def dispatched(*arguments):
+waited, steps = ChainedLoader.waited_seconds, []
+def waited_seconds(loader):
   steps.append(1)
   if len(steps) == 2 and "process_id=1" in sys.argv:
     # As a library's own thread does, outside of Python.
     threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()
-  return dispatch(*arguments)
-loop._dispatch = dispatched
+  return waited(loader)
+ChainedLoader.waited_seconds = waited_seconds
 leave_together(train.main(sys.argv[1:]))
 """
 

@@ -15,11 +15,11 @@ from processes import ONE_DEVICE, small_run
 from several_processes import Ended, wait
 from support import stop_at
 
+from maxbatch.data.loader import ChainedLoader
 from maxbatch.modes import pretraining
 from maxbatch.modes import run as run_module
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
-from maxbatch.training import loop
 
 SENTENCE = "interrupted; what was saved before is kept"
 TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
@@ -121,7 +121,7 @@ def test_a_second_signal_in_a_step_stops_at_once(tmp_path, monkeypatch, capsys, 
     os.kill(os.getpid(), number)
     os.kill(os.getpid(), number)
 
-  monkeypatch.setattr(loop, "_dispatch", twice)
+  monkeypatch.setattr(ChainedLoader, "waited_seconds", twice)
   assert main(arguments(tmp_path, 2)) == exit_code
   assert capsys.readouterr().err.strip() == SENTENCE
 
@@ -135,13 +135,14 @@ def test_the_handlers_of_before_are_put_back(tmp_path):
 KILLED_IN_EVALUATION = """
 import os, pathlib, signal, sys, time
 from maxbatch import train
+from maxbatch.data.loader import ChainedLoader
 from maxbatch.training import loop
-dispatch, evaluate, steps = loop._dispatch, loop.evaluate, []
-def dispatch_and_stop(*arguments):
+waited, evaluate, steps = ChainedLoader.waited_seconds, loop.evaluate, []
+def stopped(loader):
   steps.append(len(steps) + 1)
   if len(steps) == 3:
     os.kill(os.getpid(), signal.SIGTERM)
-  return dispatch(*arguments)
+  return waited(loader)
 def killed(*arguments):
   if len(steps) < 3:
     return evaluate(*arguments)
@@ -149,7 +150,7 @@ def killed(*arguments):
   while not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < end:
     time.sleep(0.01)
   os.kill(os.getpid(), signal.SIGKILL)
-loop._dispatch, loop.evaluate = dispatch_and_stop, killed
+ChainedLoader.waited_seconds, loop.evaluate = stopped, killed
 train.main(sys.argv[2:])
 """
 

@@ -17,7 +17,8 @@ from maxbatch.config.load import load_config
 from maxbatch.core.plan import Position
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import read_metrics
-from maxbatch.training import build, loop
+from maxbatch.training import build
+from maxbatch.training.job import Hooks
 
 RAMP = {
   "batch_size": 32,
@@ -151,23 +152,22 @@ def test_nothing_compiles_inside_the_loop_of_a_ramp(text, tmp_path, caplog):
 
 
 def test_another_microbatch_is_compiled_before_its_phase(text, tmp_path, monkeypatch):
-  events, compile_step, dispatch = [], build.compiled_step, loop._dispatch
+  events, compile_step = [], build.compiled_step
 
   def compile_noted(*arguments):
     step = compile_step(*arguments)
     events.append(("compiled", arguments[-1]))
     return step
 
-  def dispatch_noted(job, state, loader, position, *rest):
-    events.append(("step", job.plan.phase_at(position.samples).micro_batch))
+  def publish_noted(hooks, position, params):
+    events.append(("step", 8 if position.samples < 80 else 16))
     end = time.monotonic() + PATIENCE_SECONDS
     while events.count(("step", 8)) == 5 and ("compiled", 16) not in events:
       assert time.monotonic() < end, "the next shape is not compiled while this one trains"
       time.sleep(0.01)
-    return dispatch(job, state, loader, position, *rest)
 
   monkeypatch.setattr("maxbatch.compile.step_file.compiled_step", compile_noted)
-  monkeypatch.setattr(loop, "_dispatch", dispatch_noted)
+  monkeypatch.setattr(Hooks, "publish", publish_noted)
   keys = {
     "batch_schedule_type": "constant",
     "batch_schedule_length": -1,
