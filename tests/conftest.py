@@ -120,7 +120,7 @@ def _jax_options_stay():
 def _no_reports():
   """A page takes a process of its own, with a second of imports."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(BackgroundReport, "_begin", lambda self: None)
+    patch.setattr("maxbatch.modes.run_log.BackgroundReport", _no_report)
     yield
 
 
@@ -153,6 +153,10 @@ def _memory_is_bounded(_programs_are_shared):
   # What is freed is given back only when asked for, and by glibc.
   if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
     trim(0)
+
+
+def _no_report(folder: pathlib.Path, report: Callable[[str], None], **_: bool) -> BackgroundReport:
+  return BackgroundReport(folder, report, enabled=False)
 
 
 def _resident_bytes() -> int:

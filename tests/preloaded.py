@@ -188,13 +188,15 @@ if __name__ == "__main__":
 
   # Not the commands themselves: runpy warns of a module that it finds imported.
   import maxbatch.command_line.run
-  import maxbatch.modes.compile_only  # noqa: F401
+  import maxbatch.modes.compile_only
+  import maxbatch.modes.run_log
   from maxbatch.config.load import load_config
   from maxbatch.hardware.devices import check_environment
   from maxbatch.run_report.background import BackgroundReport
 
   # As in tests/conftest.py.
-  BackgroundReport._begin = lambda self: None
+  run_log: Any = maxbatch.modes.run_log
+  run_log.BackgroundReport = lambda *given, **_: BackgroundReport(*given, enabled=False)
   # What they find is kept, and the same in each process.
   load_config(["config=base"])
   check_environment()

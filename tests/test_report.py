@@ -6,6 +6,7 @@ import shutil
 import stat
 import sys
 from pathlib import Path
+from unittest.mock import ANY, Mock
 
 import jax
 import numpy as np
@@ -25,9 +26,6 @@ from maxbatch.run_folder.history import read_history, span, status_of
 from maxbatch.run_report.background import BackgroundReport
 from maxbatch.run_report.curves import thinned
 from maxbatch.run_report.page import page
-
-BEGIN = BackgroundReport._begin
-"""As it is: the tests' own conftest.py takes it away."""
 
 
 class Page(html.parser.HTMLParser):
@@ -202,8 +200,7 @@ def test_the_command_writes_into_the_run_s_folder(tmp_path, capsys):
   assert report.main([str(folder), "--out", str(other)]) == 2
 
 
-def test_a_run_writes_its_page_in_a_process_of_its_own(tmp_path, monkeypatch):
-  monkeypatch.setattr(BackgroundReport, "_begin", BEGIN)
+def test_a_run_writes_its_page_in_a_process_of_its_own(tmp_path):
   said: list[str] = []
   folder = write_run(tmp_path / "mine")
   background = BackgroundReport(folder, said.append)
@@ -219,7 +216,6 @@ def test_a_run_writes_its_page_in_a_process_of_its_own(tmp_path, monkeypatch):
 
 
 def test_a_page_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
-  monkeypatch.setattr(BackgroundReport, "_begin", BEGIN)
   python = tmp_path / "python"
   python.write_text("#!/bin/sh\necho 'error: no space' >&2\nexit 2\n")
   python.chmod(python.stat().st_mode | stat.S_IXUSR)
@@ -235,8 +231,9 @@ def test_a_page_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
 
 
 def test_a_run_tells_its_own_story(tmp_path, monkeypatch, capsys):
-  begun: list[BackgroundReport] = []
-  monkeypatch.setattr(BackgroundReport, "_begin", lambda self: begun.append(self))
+  page = Mock(spec=BackgroundReport)
+  constructor = Mock(return_value=page)
+  monkeypatch.setattr("maxbatch.modes.run_log.BackgroundReport", constructor)
   text = tmp_path / "text.txt"
   text.write_text("the number follows\n" * 300)
   keys = [f"{key}={value}" for key, value in SMALLEST.items()]
@@ -259,7 +256,11 @@ def test_a_run_tells_its_own_story(tmp_path, monkeypatch, capsys):
   assert start["about"].startswith("Model   default: ")
   assert "Data    " in start["about"]
   assert status_of(run).state == "finished"
-  assert len(begun) == 2  # at step 2, and at the end
+  constructor.assert_called_once_with(tmp_path / "r", ANY, enabled=True)
+  assert [call[0] for call in page.method_calls] == [
+    "update",
+    "finish",
+  ]  # at step 2, and at the end
   assert not run.missing
   assert "Finished after step 4" in capsys.readouterr().out
 
