@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from support import GPT2, config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.data.rows import Rows
@@ -20,7 +21,7 @@ from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, timetable_arrays
 from maxbatch.precision.policy import policy_of
-from maxbatch.training import partial_sums
+from maxbatch.training import partial_sums, tick
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.objective import LOSS
 from maxbatch.training.optimizer import make_optimizer
@@ -174,3 +175,13 @@ def _plain_gradients(
 ) -> tuple[float, Parameters]:
   rows = make_rows(Case(gpt2=gpt2, length=length), microbatches)
   return jax.device_get(_plain(gpt2, length, dropout_rate)(parameters(gpt2, length), rows))
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Puts NaN into everything that an idle stage could read."""
+  monkeypatch.setattr(tick, "_blank", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+
+  def read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
+    return jnp.where(slot == len(buffer) - 1, jnp.nan, buffer[slot])
+
+  monkeypatch.setattr(tick, "_read", read)

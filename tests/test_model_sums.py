@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from experts import KEYS, experts
 from initial_states import initial_state, random_parameters
+from pipelined import poison
 from support import SMALLEST, config, in_microbatches, mesh, program_text, uneven_rows
 
 from maxbatch.batch.from_config import plan_batches, topology
@@ -22,7 +23,7 @@ from maxbatch.models import registry
 from maxbatch.models.layers import Outputs
 from maxbatch.models.registry import Parameters, build_model
 from maxbatch.models.transformer import Transformer
-from maxbatch.training import build, tick
+from maxbatch.training import build
 from maxbatch.training.build import build_trainer
 from maxbatch.training.evaluation import eval_function, eval_shardings
 from maxbatch.training.metrics import Metrics
@@ -178,7 +179,7 @@ def test_an_evaluation_in_a_pipeline_leaves_them_out():
 
 
 def test_what_idle_stages_hand_out_adds_nothing(monkeypatch):
-  monkeypatch.setattr(tick, "_blank", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+  poison(monkeypatch)
   build._trainer.cache_clear()
   assert_same(stepped(pipelined("gpipe", 2, 1), 1), whole())
 

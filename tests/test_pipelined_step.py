@@ -5,7 +5,6 @@ import functools
 from fractions import Fraction
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -19,6 +18,7 @@ from pipelined import (
   make_rows,
   pipelined,
   plain,
+  poison,
   program,
 )
 
@@ -131,16 +131,6 @@ def test_the_rows_hold_a_microbatch_of_padding_only():
 # --- idle stages ----------------------------------------------------------------------------------
 
 
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-  """NaN in everything that an idle stage could read."""
-  monkeypatch.setattr(tick, "_blank", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-
-  def read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    return jnp.where(slot == len(buffer) - 1, jnp.nan, buffer[slot])
-
-  monkeypatch.setattr(tick, "_read", read)
-
-
 @pytest.fixture
 def fresh_programs():
   """Programs traced in a test are not for the next."""
@@ -160,7 +150,7 @@ def test_a_timetable_as_a_run_compiles_it_gives_them_too(monkeypatch):
 @pytest.mark.usefixtures("fresh_programs")
 @pytest.mark.parametrize("stash", ["input", "residuals"])
 def test_what_idle_stages_compute_changes_nothing(monkeypatch, stash):
-  poisoned(monkeypatch)
+  poison(monkeypatch)
   case = Case(repeats=2, stash=stash, dropout_rate=0.0)
   for name in ROUNDS:
     gradients, sums = pipelined(case, name, CUTS)
@@ -172,7 +162,7 @@ def test_what_idle_stages_compute_changes_nothing(monkeypatch, stash):
 
 @pytest.mark.usefixtures("fresh_programs")
 def test_that_would_be_seen_without_the_masks(monkeypatch):
-  poisoned(monkeypatch)
+  poison(monkeypatch)
   monkeypatch.setattr(tick, "_mask", lambda condition, value: value)
   gradients, _ = pipelined(Case(repeats=2, dropout_rate=0.0), "circular", CUTS)
   # One mask keeps the layers' gradients, another the embedding's.
