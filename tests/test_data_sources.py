@@ -385,9 +385,10 @@ def test_not_text(tmp_path, data, what, where):
   assert "glob" in message
 
 
-def test_bad_byte_is_counted_from_the_file_s_begin_in_later_chunks(tmp_path, monkeypatch):
-  monkeypatch.setattr(text, "_CHUNK_BYTES", 4)
-  good = "abc\u00e9\u20ac\U0001f600".encode() * 3
+@pytest.mark.parametrize("shift", range(12))
+def test_bad_byte_is_counted_from_the_file_s_begin_in_later_chunks(tmp_path, shift):
+  # Longer than a chunk, which ends in or after each byte of a character.
+  good = b"." * shift + "abc\u00e9\u20ac\U0001f600".encode() * (text._CHUNK_BYTES // 10)
   write(tmp_path, {"good.txt": good, "bad.txt": good + b"x\xe2\x82" + good})
   file = resolve("dataset_path", str(tmp_path / "good.txt")).files[0]
   assert text.checked_range("dataset_path", Document(file)) == (0, len(good))
@@ -395,9 +396,9 @@ def test_bad_byte_is_counted_from_the_file_s_begin_in_later_chunks(tmp_path, mon
   assert f"at offset {len(good) + 1};" in message
 
 
-def test_document_pieces_join_whatever_the_chunks(tmp_path, monkeypatch):
-  monkeypatch.setattr(text, "_CHUNK_BYTES", 3)
-  write(tmp_path, {"a.txt": b"0123456789"})
+def test_document_pieces_join_whatever_the_chunks(tmp_path):
+  content = b"0123456789" * (text._CHUNK_BYTES // 3)
+  write(tmp_path, {"a.txt": content})
   file = resolve("dataset_path", str(tmp_path / "a.txt")).files[0]
   halves = [Document(file, end=0.5), Document(file, begin=0.5)]
   ranges = [text.checked_range("dataset_path", half) for half in halves]
@@ -405,7 +406,7 @@ def test_document_pieces_join_whatever_the_chunks(tmp_path, monkeypatch):
     b"".join(text.text_chunks("dataset_path", half, *range_))
     for half, range_ in zip(halves, ranges, strict=True)
   ]
-  assert texts == [b"01234", b"56789"]
+  assert texts == [content[: len(content) // 2], content[len(content) // 2 :]]
 
 
 def test_empty_file(tmp_path):

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -38,25 +39,25 @@ def report_of(folder: pathlib.Path, *keys: str, hosts: int = 1, build: bool = Fa
   return input_report(config.data, plan, hosts)
 
 
-def test_a_cold_cache_is_named_with_its_bytes_and_a_warm_one_with_its_tokens(tmp_path, monkeypatch):
-  monkeypatch.setattr(module, "_SLOW_BYTES", 100)
-  written(tmp_path / "a" / "words.jsonl", 100 * LINE)
+def test_a_cold_cache_is_named_with_its_bytes_and_a_warm_one_with_its_tokens(tmp_path):
+  written(tmp_path / "a" / "words.jsonl", 30_000 * LINE)
   keys = ["dataset_type=grain", f"grain_train_files={tmp_path / 'a'}"]
   cold = report_of(tmp_path, *keys)
   (source,) = cold.sources
-  assert (source.format, source.num_files, source.size_bytes) == ("jsonl", 1, 100 * len(LINE))
-  assert (source.cold_bytes, source.num_tokens) == (100 * len(LINE), 0)
+  assert (source.format, source.num_files, source.size_bytes) == ("jsonl", 1, 30_000 * len(LINE))
+  assert (source.cold_bytes, source.num_tokens) == (30_000 * len(LINE), 0)
   assert source.rate is not None
-  assert cold.headline == "1 file, 4.3 kB, 4.3 kB to tokenize first"
-  assert cold.missing[0].startswith(
-    "the token cache is cold: 4.3 kB are tokenized before the first step, about 0 s on 1 core"
+  assert cold.headline == "1 file, 1.29 MB, 1.29 MB to tokenize first"
+  assert re.match(
+    r"the token cache is cold: 1\.29 MB are tokenized before the first step, about \d+ s on 1 core",
+    cold.missing[0],
   )
   assert not (tmp_path / "cache").exists()
   warm = report_of(tmp_path, *keys, build=True)
   # Of a single file, a part is held out.
-  assert (warm.sources[0].cold_bytes, warm.sources[0].num_documents) == (0, 95)
-  assert (warm.headline, warm.missing) == ("1 file, 4.3 kB, tokenized already", ())
-  assert json.loads(json.dumps(warm.as_dict()))["sources"][0]["num_tokens"] == 95 * 32
+  assert (warm.sources[0].cold_bytes, warm.sources[0].num_documents) == (0, 28_500)
+  assert (warm.headline, warm.missing) == ("1 file, 1.29 MB, tokenized already", ())
+  assert json.loads(json.dumps(warm.as_dict()))["sources"][0]["num_tokens"] == 28_500 * 32
 
 
 def test_a_compressed_file_that_cannot_be_divided_is_named(tmp_path, monkeypatch):
@@ -113,7 +114,6 @@ def test_what_has_no_files_here_is_not_looked_up(tmp_path, keys):
 
 
 def test_what_is_in_an_object_store_is_not_read_for_the_report(tmp_path, monkeypatch):
-  monkeypatch.setattr(module, "_SLOW_BYTES", 100)
   url = "s3://bucket/a.txt"
   file = SourceFile("a.txt", url, 10**9, 0)
   given = Given(Sources("dataset_path", url, "file", (file,)), None, "eval_dataset_path")
