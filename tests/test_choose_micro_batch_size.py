@@ -1,5 +1,6 @@
 """The fastest microbatch that fits, of any jitted step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbatch.core import microbatch_size
 from maxbatch.core.microbatch_size import choose_micro_batch_size, program_bytes
 from maxbatch.errors import UserError
 
@@ -18,44 +18,53 @@ def step(w: jax.Array, x: jax.Array) -> jax.Array:
   return w + jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
 
 
+class Timed:
+  """A compiled step whose runs take the seconds that the table has for their size."""
+
+  def __init__(self, size: int, seconds: dict[int, float], clock: list[float]):
+    function, arguments = make_step(size)
+    self.compiled, self.size = function.lower(*arguments).compile(), size
+    self.seconds, self.clock = seconds, clock
+    self.memory_analysis = self.compiled.memory_analysis
+
+  def __call__(self, *arguments: Any) -> Any:
+    self.clock[0] += self.seconds[self.size]
+    return self.compiled(*arguments)
+
+
 def make_step(size: int) -> tuple[Any, Any]:
   return jax.jit(step), (jnp.asarray(W), jnp.ones((size, 16)))
 
 
 @pytest.fixture
-def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-  """A clock that knows how long a size takes."""
-  table: dict[int, float] = {}
-
-  def look_up(compiled: Any, arguments: Any, fresh: Any, repeats: int) -> float:
-    return table[len(arguments[1])]
-
-  monkeypatch.setattr(microbatch_size, "_seconds", look_up)
-  return table
+def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, float]], Any]:
+  """Steps whose sizes take so many seconds, by a clock of their own."""
+  clock = [0.0]
+  monkeypatch.setattr("maxbatch.core.microbatch_size.time.perf_counter", lambda: clock[0])
+  return lambda seconds: lambda size: (Timed(size, seconds, clock), make_step(size)[1])
 
 
-def test_the_fastest_is_chosen(seconds):
-  seconds |= {8: 1.0, 16: 1.5, 32: 4.0}
-  result = choose_micro_batch_size(make_step, [8, 16, 32])
+def test_the_fastest_is_chosen(timed):
+  make_timed = timed({8: 1.0, 16: 1.5, 32: 4.0})
+  result = choose_micro_batch_size(make_timed, [8, 16, 32])
   assert result.size == 16
   assert [one.samples_per_second for one in result.tried] == [8, 16 / 1.5, 8]
   assert str(result).splitlines()[2].endswith("1,500.00         10.7 <")
-  whole = choose_micro_batch_size(make_step, [8, 16, 32], samples=lambda size: 64)
+  whole = choose_micro_batch_size(make_timed, [8, 16, 32], samples=lambda size: 64)
   assert whole.size == 8
 
 
-def test_what_does_not_fit_is_not_run(seconds):
-  seconds |= {8: 1.0, 4096: 1.0}
+def test_what_does_not_fit_is_not_run(timed):
+  make_timed = timed({8: 1.0})  # To run the other is a KeyError.
   function, arguments = make_step(4096)
   needed = program_bytes(function.lower(*arguments).compile())
   assert needed is not None
   assert needed > 4096 * 16 * 4
-  del seconds[4096]
-  result = choose_micro_batch_size(make_step, [8, 4096], memory_bytes=needed - 1)
+  result = choose_micro_batch_size(make_timed, [8, 4096], memory_bytes=needed - 1)
   assert (result.size, result.tried[1].seconds, result.tried[1].peak_bytes) == (8, None, needed)
   assert "does not fit" in str(result)
   with pytest.raises(UserError, match=r"none of sizes=\[4096\] fits into memory_bytes=1000: 0\.\d"):
-    choose_micro_batch_size(make_step, [4096], memory_bytes=1000)
+    choose_micro_batch_size(make_timed, [4096], memory_bytes=1000)
 
 
 @pytest.mark.parametrize("form", ["jitted", "lowered", "compiled"])

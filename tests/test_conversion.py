@@ -40,7 +40,7 @@ from maxbatch.checkpoints.parameters_only import open_checkpoint
 from maxbatch.checkpoints.record import fixed_keys, is_parameters_only
 from maxbatch.checkpoints.tensor_files import StoredArray
 from maxbatch.config.load import load_config
-from maxbatch.conversion import output_folder, to_folder
+from maxbatch.conversion import to_folder
 from maxbatch.conversion.reading import FolderReader, Place, load_parameters
 from maxbatch.convert import main
 from maxbatch.core.plan import Position
@@ -502,7 +502,8 @@ def test_free_space_is_looked_at_first(folder, tmp_path, capsys, monkeypatch):
     num_bytes = sum(tensor.nbytes for tensor in llama_tensors().values()) + 2**25
     assert f"needs {num_bytes:,} bytes, and 65,536 are free in {disk}" in text
     # And if it was there when one looked:
-    monkeypatch.setattr(output_folder, "_SMALL_FILES_BYTES", -(10**6))
+    usage = shutil.disk_usage(disk)._replace(free=2**40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     filler = disk / "filler"
     filler.write_bytes(bytes(50_000))
     text = refused(capsys, *arguments)

@@ -163,7 +163,7 @@ def test_a_process_may_train_alone_all_the_same(monkeypatch):
 
 def test_who_compiles_for_other_devices_waits_for_nobody(monkeypatch):
   monkeypatch.setenv("SLURM_NTASKS", "8")
-  monkeypatch.setattr(processes, "_initialize", Mock(side_effect=AssertionError("it joins")))
+  monkeypatch.setattr(processes, "Rendezvous", Mock(side_effect=AssertionError("it joins")))
   given = ["config=base", "compile_topology=v5e-256", "learning_rat=1"]
   with pytest.raises(UserError, match="learning_rat"), processes.refusing_together(given):
     load_config(given)

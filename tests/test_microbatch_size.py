@@ -206,11 +206,11 @@ def test_a_registered_optimizer_with_a_larger_state_measures_anew(tmp_path, monk
   assert chosen(settings, tmp_path)[2].asked
 
 
-def depends_on(layout: Topology | None = None) -> dict[str, Any]:
+def depends_on(layout: Topology | None = None, lowered: Any = None) -> dict[str, Any]:
   settings, where = auto(), place()
   where = dataclasses.replace(where, layout=layout or where.layout)
   sizes = candidates(settings.batch, settings.run, where.layout)
-  return what_it_depends_on(settings, where, sizes)
+  return what_it_depends_on(settings, where, sizes, lowered)
 
 
 def test_devices_versions_code_and_variables_matter(monkeypatch):
@@ -218,8 +218,7 @@ def test_devices_versions_code_and_variables_matter(monkeypatch):
   assert json.loads(json.dumps(base)) == base
   others = [depends_on(Topology.of(data=4, fsdp=2))]
   # A CPU has no slices to make a mesh of.
-  monkeypatch.setattr(microbatch_size, "_lowered", lambda *_: base["lowered"])
-  others.append(depends_on(Topology({"data": 4}, {"data": 2})))
+  others.append(depends_on(Topology({"data": 4}, {"data": 2}), lambda *_: base["lowered"]))
   monkeypatch.setenv("XLA_FLAGS", "--xla_another=1")
   others.append(depends_on())
   monkeypatch.undo()

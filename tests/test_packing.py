@@ -91,8 +91,7 @@ def test_every_target_once_and_only_after_its_own_document(
   folder = tmp_path_factory.mktemp("packed")
   with pytest.MonkeyPatch.context() as patch:
     # Several groups and chunks, as there are with millions of documents.
-    patch.setattr(pack_index, "_GROUP_DOCUMENTS", group)
-    patch.setattr(pack_index, "_GROUP_ROWS", 1)
+    patch.setattr(pack_index, "group_documents", lambda *_: min(group, max(len(sizes), 1)))
     patch.setattr(pack_index, "_CHUNK_DOCUMENTS", 2 * group)
     source = built(folder, sizes, Layout(length, fit, truncate), shards)
   rows = source.rows(np.arange(len(source)))
@@ -158,7 +157,7 @@ def forbid_packing(monkeypatch) -> None:
   def fail(*_):
     raise AssertionError("the index was built again")
 
-  monkeypatch.setattr(pack_index, "_write", fail)
+  monkeypatch.setattr(pack_index, "pack", fail)
 
 
 BEST = Layout(8, "best_fit", False)

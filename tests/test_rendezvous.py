@@ -13,7 +13,6 @@ from processes import PATIENCE_SECONDS
 from several_processes import free_port
 
 from maxbatch.errors import SaidByAnotherError, UserError
-from maxbatch.hardware import rendezvous
 from maxbatch.hardware.rendezvous import Rendezvous, connected
 
 HOST = socket.gethostname()
@@ -112,10 +111,13 @@ def test_one_that_went_away_may_come_again_and_strangers_are_not_counted(caplog)
 def test_all_may_come_at_the_same_moment(monkeypatch):
   """Connections that the system does not keep are tried again seconds later."""
   port, first, count, listeners = free_port(), Rendezvous(), 120, []
-  inner = rendezvous._listener
-  monkeypatch.setattr(
-    rendezvous, "_listener", lambda *given: listeners.append(inner(*given)) or listeners[0]
-  )
+  inner = socket.create_server
+
+  def noted(*given, **options) -> socket.socket:
+    listeners.append(inner(*given, **options))
+    return listeners[-1]
+
+  monkeypatch.setattr(socket, "create_server", noted)
   served = threading.Thread(target=first.serve, args=(f"[::]:{port}", count), daemon=True)
   served.start()
   with connected(f"localhost:{port}") as connection:

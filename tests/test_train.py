@@ -81,7 +81,7 @@ def test_what_weights_in_bfloat16_lose_is_said_before_the_first_step(
   def compiles(*_: object) -> None:
     raise InterruptedError
 
-  monkeypatch.setattr("maxbatch.modes.run._compile_and_init", compiles)
+  monkeypatch.setattr("maxbatch.modes.run.step_compiler", compiles)
   with pytest.raises(InterruptedError):
     train(text, tmp_path, weight_dtype="bfloat16", weight_rounding="nearest", warmup_steps=0)
   before, _, _ = capsys.readouterr().out.partition("Folder ")

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -293,15 +294,17 @@ def test_sampling_is_dispatched_and_not_awaited(monkeypatch):
 
 
 def test_the_devices_clock_counts_each_program_from_the_end_of_the_one_before(monkeypatch):
-  now = iter([0.0, 1.0, 3.0, 3.5, 7.0, 9.0])
+  now, dispatched = iter([0.0, 1.0, 3.0, 3.5, 6.0, 7.0, 8.0, 9.0]), threading.Event()
   monkeypatch.setattr("maxbatch.rl.steps.time.perf_counter", lambda: next(now))
   with DeviceClock() as clock:
     sampling = clock.timed(jnp.zeros(1))  # Dispatched at 0, ended at 1.
     assert sampling() == 1.0
     training = clock.timed(jnp.zeros(1))  # 3 to 3.5.
     assert training() == 0.5
-    monkeypatch.setattr(clock, "_ended", 8.0)  # What was dispatched before ended at 8.
-    assert clock.timed(jnp.zeros(1))() == 1.0  # 7 to 9.
+    until = types.SimpleNamespace(block_until_ready=dispatched.wait)
+    sampling, training = clock.timed(until), clock.timed(jnp.zeros(1))  # At 6 and 7.
+    dispatched.set()
+    assert (sampling(), training()) == (2.0, 1.0)  # Ended at 8 and 9.
 
 
 def test_the_sampler_s_noise_is_repeated_in_no_microbatch(monkeypatch):

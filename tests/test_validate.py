@@ -22,8 +22,8 @@ from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import Position
 from maxbatch.data.registry import build_dataset
+from maxbatch.data.synthetic import SyntheticRows
 from maxbatch.errors import UserError
-from maxbatch.modes import pretraining
 from maxbatch.modes.compile_only import validate
 from maxbatch.modes.memory import bytes_per_device
 from maxbatch.training.build import build_trainer
@@ -227,18 +227,16 @@ def test_the_offer_for_too_little_memory_works(tmp_path):
 
 
 def test_rows_that_cannot_be_read_are_found(tmp_path, monkeypatch):
-  def gone(self, indices):
-    raise UserError(f"part {self.part}: gone")
+  read = SyntheticRows.rows
+  for part in (0, 1):
 
-  rows = "maxbatch.data.synthetic.SyntheticRows.rows"
-  monkeypatch.setattr(rows, gone)
-  assert refusal(tmp_path)[0] == "part 0: gone"
-  monkeypatch.undo()
-  read = pretraining._read_first_row
-  monkeypatch.setattr(
-    pretraining, "_read_first_row", lambda s: gone(s, 0) if s.part == 1 else read(s)
-  )
-  assert refusal(tmp_path)[0] == "part 1: gone"
+    def gone(self, indices, part=part):
+      if self.part == part and len(indices):
+        raise UserError(f"part {part}: gone")
+      return read(self, indices)
+
+    monkeypatch.setattr(SyntheticRows, "rows", gone)
+    assert refusal(tmp_path)[0] == f"part {part}: gone"
 
 
 @pytest.mark.usefixtures("traced_anew")

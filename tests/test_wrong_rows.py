@@ -6,7 +6,6 @@ step does.
 
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,8 +24,7 @@ from maxbatch.data.reading import ReadOrder
 from maxbatch.data.rows import Arrays, row_checksums
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
-from maxbatch.training import build
-from maxbatch.training.build import build_trainer, compiled_eval, step_rows, traced_step
+from maxbatch.training.build import build_trainer, eval_batch_rows, step_rows, traced_step
 from maxbatch.training.row_check import NONE_WRONG, first_wrong_row
 
 MICRO = 8
@@ -246,10 +244,9 @@ def test_a_step_computes_checksums_only_of_rows_that_are_sent(monkeypatch):
   )
   plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 8))
   trainer, source = build_trainer(settings, plan, jax.devices()), placeholder_rows(settings)
-  monkeypatch.setattr(build, "_compiled_eval", lambda trainer, rows: rows)
 
   def checks() -> tuple[bool, bool]:
-    evaluated: Any = compiled_eval(plan, trainer, source)
+    evaluated = eval_batch_rows(plan, trainer, source)
     rows = step_rows(plan, trainer, source, plan.micro_batch_to_train)
     text = traced_step(trainer, rows).lower().as_text()
     return "2246822507" in text, evaluated.checksums is not None

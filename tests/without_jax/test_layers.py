@@ -71,6 +71,8 @@ COMMANDS = [
   "keys",
   "__main__",
 ]
+MOST_PRIVATE_NAMES_PATCHED = 15
+"""By tests, which then know how a thing is done, not what it promises. Fewer is better."""
 WITHOUT_JAX = [
   "errors",
   "hugging_face",
@@ -282,3 +284,39 @@ def test_docstrings_of_functions_begin_with_what_they_do(module):
   for name, first in SOURCES[module].functions:
     is_verb = re.fullmatch("[A-Z][a-z-]+s", first) and first not in NOT_VERBS
     assert is_verb, f"{module}.{name} begins with {first!r}: Returns …, Reads …"
+
+
+def private_names_patched(text: str) -> list[str]:
+  """Returns the private names that a test replaces by monkeypatch or unittest.mock."""
+  calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+  patches = [
+    call
+    for call in calls
+    if re.search(r"\b(setattr|delattr|patch(\.object)?)$", ast.unparse(call.func))
+  ]
+  given = [
+    each.value for call in patches for each in call.args[:2] if isinstance(each, ast.Constant)
+  ]
+  names = [str(value).rpartition(".")[2] for value in given]
+  return [name for name in names if re.match("_(?!_)", name)]
+
+
+def test_tests_replace_few_private_names():
+  tests = sorted(pathlib.Path(__file__).parents[1].rglob("*.py"))
+  results = {path.name: private_names_patched(path.read_text()) for path in tests}
+  found = {name: names for name, names in results.items() if names}
+  assert sum(map(len, found.values())) <= MOST_PRIVATE_NAMES_PATCHED, found
+
+
+@pytest.mark.parametrize(
+  "source",
+  [
+    "monkeypatch.setattr(loop, '_dispatch', f)",
+    "patch.delattr('maxbatch.loop._dispatch')",
+    "mock.patch.object(loop, '_dispatch')",
+    "patch('maxbatch.loop._dispatch')",
+  ],
+)
+def test_a_private_name_that_is_replaced_would_be_seen(source):
+  assert private_names_patched(source) == ["_dispatch"]
+  assert not private_names_patched(source.replace("_d", "d"))
