@@ -361,7 +361,7 @@ def test_each_tokenizer_and_version_has_a_cache_of_its_own(corpus, tmp_path):
 def test_no_line_and_no_character_is_divided(corpus, tmp_path):
   chunk = text_format._CHUNK_BYTES
   first = "a" * (chunk - 3) + "\n"
-  text = first + "cdefgh\n" + "\u20ac" * (chunk // 2) + "x\n" + "y" * (2 * chunk)
+  text = first + "cdefgh\n" + "\u20ac" * chunk + "x\n" + "y" * (2 * chunk)
   (corpus / "a.txt").write_text(text)
   seen = []
 
