@@ -77,7 +77,7 @@ def test_the_kernels_stand_in_is_close_and_a_wrong_one_is_not(monkeypatch):
 
 @pytest.mark.parametrize(
   ("kind", "tera"),
-  [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A100-SXM4-40GB", 312), ("TPU v5 lite", 197)],
+  [("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA A100-SXM4-40GB", 312), ("TPU v5 lite", 197)],
 )
 def test_peaks_that_are_published_are_known(kind, tera):
   assert sections.peak_flops(kind) == tera * 1e12

@@ -71,7 +71,7 @@ def test_the_compiler_takes_every_published_set(generation: str):
     ("xla_tpu_scoped_vmem_limit_kib=much", "Failed to parse 'much' into flag xla_tpu_scoped_vmem"),
     ("publishd", "there are for TPU v5 lite: none, explore, published. Did you mean published?"),
     ("offloading", "nothing is published as 'offloading' for TPU v5 lite, only for v6e; use"),
-    ("published explore", "explore stands alone"),
+    ("published explore", "explore cannot be combined"),
   ],
 )
 def test_what_the_compiler_does_not_know_is_refused(asked: str, words: str):

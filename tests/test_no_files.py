@@ -46,7 +46,7 @@ def test_a_configuration(no_file):
 
 
 def test_a_model(no_file):
-  with pytest.raises(UserError, match="there is no such model"):
+  with pytest.raises(UserError, match="no such model"):
     load_config(["config=base", f"model_name={no_file}"])
 
 
@@ -72,7 +72,7 @@ def checkpoint(folder: pathlib.Path) -> Checkpoint:
 
 def test_the_record_of_where_branches_start(no_file):
   note = no_file.rename(no_file.with_name("origin.json"))
-  with pytest.raises(UserError, match="does not tell which checkpoint"):
+  with pytest.raises(UserError, match="does not say which checkpoint"):
     record_origin(note.parent, checkpoint(note.parent))
 
 
@@ -90,5 +90,5 @@ def test_a_record_of_other_types_is_no_crash(tmp_path, content):
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff\xfe"])
 def test_a_record_that_is_no_json_is_no_crash(tmp_path, content):
   (tmp_path / "origin.json").write_bytes(content)
-  with pytest.raises(UserError, match="does not tell which checkpoint"):
+  with pytest.raises(UserError, match="does not say which checkpoint"):
     record_origin(tmp_path, checkpoint(tmp_path))

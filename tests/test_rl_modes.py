@@ -96,7 +96,7 @@ def test_everything_is_checked_and_nothing_compiled(tmp_path):
 @pytest.mark.parametrize(
   ("keys", "said"),
   [
-    (["max_prefill_predict_length=6"], "max_prefill_predict_length=6: the prompt f"),
+    (["max_prefill_predict_length=6"], "rl_task=format: the prompt f"),
     (["reward_functions=[vowels:none]"], "reward_functions"),
     (["device_memory_gb=0.0002"], "policies 44,224 bytes"),
     (["gns_from_microbatches=true", "micro_batch_size=16"], "gns_from_microbatches=true with"),

@@ -530,7 +530,7 @@ def test_a_prompt_that_is_too_long_is_named(prompts, tmp_path, capsys):
   """One of a task stops the run; those of files are bad records."""
   keys = [*KEYS, f"base_output_directory={tmp_path}", "max_prefill_predict_length=6"]
   assert train_rl.main(keys) == 2
-  assert "max_prefill_predict_length=6: the prompt f" in capsys.readouterr().err
+  assert "rl_task=format: the prompt f" in capsys.readouterr().err
   file = tmp_path / "long.jsonl"
   file.write_text(PROMPTS + '{"ask": "far too long", "answer": ""}\n')
   keys = [*keys[:-1], *OF_FILES.split(), f"grain_train_files={file}"]
