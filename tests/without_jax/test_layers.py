@@ -303,7 +303,7 @@ def private_names_patched(text: str) -> list[str]:
 
 def test_tests_replace_few_private_names():
   tests = sorted(pathlib.Path(__file__).parents[1].rglob("*.py"))
-  results = {path.name: private_names_patched(path.read_text()) for path in tests}
+  results = {str(path): private_names_patched(path.read_text()) for path in tests}
   found = {name: names for name, names in results.items() if names}
   assert sum(map(len, found.values())) <= MOST_PRIVATE_NAMES_PATCHED, found
 
