@@ -28,6 +28,6 @@ if [[ -n "$named" ]]; then
 fi
 # What needs no jax runs by itself, where nobody can import it.
 code=0
-"${pytest[@]}" ${tier:+-p "$tier"} tests/without_jax "$@" || code=$?
+"${pytest[@]}" ${tier:+-p "$tier"} "${workers[@]}" tests/without_jax "$@" || code=$?
 "${pytest[@]}" ${tier:+-p "$tier"} "${workers[@]}" --ignore=tests/without_jax tests "$@" || code=$?
 exit "$code"
