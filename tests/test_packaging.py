@@ -33,7 +33,7 @@ esac
 
 WORKERS = "-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
 QUICK = [
-  "-m pytest -p quick_tier tests/without_jax",
+  f"-m pytest -p quick_tier {WORKERS} tests/without_jax",
   f"-m pytest -p quick_tier {WORKERS} --ignore=tests/without_jax tests",
 ]
 
