@@ -421,7 +421,7 @@ def test_a_plain_run_reads_every_key_that_has_no_condition(tmp_path, monkeypatch
     for section in sections().values():
       _record(patched, section, read)
     # A shape of its own: tests share what they trace, and what is not traced again reads nothing.
-    keys = [f"{key}={value}" for key, value in {**SMALLEST, "base_mlp_dim": 24}.items()]
+    keys = [f"{key}={value}" for key, value in {**SMALLEST, "base_mlp_dim": 44}.items()]
     keys += [f"base_output_directory={tmp_path}", f"dataset_path={tmp_path / 'text.txt'}"]
     keys += ["steps=2", "eval_samples=8", "generate_length=2", "per_device_batch_size=1"]
     assert train(["config=base", *keys, f"dataset_cache_directory={tmp_path}"]) == 0
