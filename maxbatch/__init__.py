@@ -131,9 +131,9 @@ if not TYPE_CHECKING:  # Who checks types finds a misspelled name.
   def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
       raise AttributeError(f"module {__name__} has no attribute {name}")
-    found = getattr(importlib.import_module(_EXPORTS[name]), name)
-    globals()[name] = found
-    return found
+    result = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = result
+    return result
 
 
 def __dir__() -> list[str]:

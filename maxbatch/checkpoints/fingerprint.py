@@ -160,9 +160,9 @@ def verified(
   blocks: Iterable[np.ndarray], fingerprint: int, version: int, differs: UserError
 ) -> Iterator[np.ndarray]:
   """Yields the blocks of an array one after the other; raises `differs` at the end if they are not it."""
-  found = PartsOfArray(version)
+  result = PartsOfArray(version)
   for block in blocks:
-    found.add(block)
+    result.add(block)
     yield block
-  if found.fingerprint != fingerprint:
+  if result.fingerprint != fingerprint:
     raise differs

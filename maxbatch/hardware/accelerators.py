@@ -101,9 +101,9 @@ def advice(found: Accelerators) -> str:
 
 def main() -> None:
   """Prints the extra that this machine's accelerators need, and below it a sentence."""
-  if found := find_accelerators():
-    to_do = f"installing maxbatch[{found.extra}]" if found.extra else advice(found)
-    print(f"{found.extra}\nThis machine has {found.name}: {to_do}.")
+  if result := find_accelerators():
+    to_do = f"installing maxbatch[{result.extra}]" if result.extra else advice(result)
+    print(f"{result.extra}\nThis machine has {result.name}: {to_do}.")
 
 
 if __name__ == "__main__":

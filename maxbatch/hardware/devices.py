@@ -251,11 +251,11 @@ def idle_accelerators(config: Config, devices: Sequence[Device]) -> str:
   asked = config.mesh.num_simulated_devices > 0 or _XLA_COUNT in flags or platforms()
   if asked or devices[0].platform != "cpu":
     return ""
-  found = find_accelerators()
-  if found is None:
+  result = find_accelerators()
+  if result is None:
     return ""
   return (
-    f"{found.name}: idle. This is on {describe_devices(devices)}: {advice(found)}. "
+    f"{result.name}: idle. This is on {describe_devices(devices)}: {advice(result)}. "
     "JAX_PLATFORMS=cpu says that the CPU is meant."
   )
 

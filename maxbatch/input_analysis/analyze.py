@@ -105,18 +105,18 @@ def _documents(
 ) -> tuple[Document, ...]:
   """Returns the first documents of the shards up to a number of bytes, or the first piece of a
   longer one."""
-  found: list[Document] = []
+  result: list[Document] = []
   total = 0
   for document in (document for job in jobs for document in job.documents):
-    if source_bytes(document) > most_bytes and not found and is_divisible(document.file):
+    if source_bytes(document) > most_bytes and not result and is_divisible(document.file):
       times = math.ceil(source_bytes(document) / most_bytes)
       document = dataclasses.replace(
         document, piece=document.piece * times, num_pieces=document.num_pieces * times
       )
     if total + source_bytes(document) <= most_bytes:
-      found.append(document)
+      result.append(document)
       total += source_bytes(document)
-  return tuple(found)
+  return tuple(result)
 
 
 _LOAD_BYTES = 64 * 2**20
@@ -162,10 +162,10 @@ def analyze(
   """
   config, plan, budget = request.config, request.plan, _Budget(seconds, clock)
   options = loading_options(plan, request.num_hosts, streamed=streams(config))
-  found = input_report(config.data, plan, request.num_hosts)
+  result = input_report(config.data, plan, request.num_hosts)
   began = clock()
   with rows_to_measure(
-    config.data, plan.max_target_length, found, budget.seconds_left / 4
+    config.data, plan.max_target_length, result, budget.seconds_left / 4
   ) as sampled:
     open_seconds = clock() - began
     order = ReadOrder(sampled.rows, config.data.data_shuffle_seed)
@@ -181,7 +181,7 @@ def analyze(
     bounds=bounds,
     num_hosts=request.num_hosts,
     num_cores=os.cpu_count() or 1,
-    input_function=found,
+    input_function=result,
     open_seconds=open_seconds,
     stages=tuple(costs),
     measured=tuple(measured),
@@ -207,11 +207,11 @@ def _settings(
 ) -> tuple[list[Measured], list[Setting]]:
   """Measures what there is time for, one setting at least; returns that, and what is left out."""
   left = settings_to_measure(setting_of(data), os.cpu_count() or 1)
-  found: list[Measured] = []
-  while left and (budget.seconds_left > 0 or not found):
+  result: list[Measured] = []
+  while left and (budget.seconds_left > 0 or not result):
     seconds = min(_MOST_SECONDS, budget.seconds_left / len(left) / 2)
-    found.append(measure(order, left.pop(0), size, seconds, budget.clock))
-  return found, left
+    result.append(measure(order, left.pop(0), size, seconds, budget.clock))
+  return result, left
 
 
 def _notes(request: Request, sample: str) -> Iterator[str]:

@@ -113,8 +113,8 @@ class RolloutLoader:
     self._trained = 0.0
     self._waited += waited
     self._records.goes_on()
-    fed = jax.tree.map(lambda x: np.asarray(x)[None], completions)
-    return self._complete(batch, put(fed, rows_shardings(fed, self._mesh)))
+    dispatch = jax.tree.map(lambda x: np.asarray(x)[None], completions)
+    return self._complete(batch, put(dispatch, rows_shardings(dispatch, self._mesh)))
 
   def waited_seconds(self) -> float:
     """Returns how long `next` has sampled, and waited for rewards, since this was last asked.
