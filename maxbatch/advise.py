@@ -36,7 +36,7 @@ from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.hardware.tpu_slices import count_devices
+from maxbatch.hardware.topologies import count_devices
 from maxbatch.plots.chart import Chart, Line, Panel
 from maxbatch.plots.page import check_picture_file, picture
 

@@ -25,7 +25,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import shared_error
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.sharding import make_mesh, num_processes
-from maxbatch.hardware.tpu_slices import count_devices
+from maxbatch.hardware.topologies import count_devices
 from maxbatch.input_analysis.analyze import Request, analyze
 from maxbatch.input_analysis.measure import Setting
 from maxbatch.input_analysis.need import Need, estimated, from_metrics, from_report, measured

@@ -17,7 +17,7 @@ from maxbatch.config.load import load_config, without_effect
 from maxbatch.config.schema import Config, replaced
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
-from maxbatch.hardware.tpu_slices import count_devices
+from maxbatch.hardware.topologies import count_devices
 from maxbatch.pipeline_parallel.csv_file import from_csv, to_csv
 from maxbatch.pipeline_parallel.drawings import chrome_trace, timetable_chart
 from maxbatch.pipeline_parallel.layout import pipeline_of

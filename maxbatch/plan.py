@@ -21,7 +21,7 @@ from maxbatch.config.keys.batch import Explore
 from maxbatch.config.load import load_config, to_flat_dict, without_effect
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
-from maxbatch.hardware.tpu_slices import CountedDevices, count_devices
+from maxbatch.hardware.topologies import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.plots.page import check_picture_file, picture

@@ -27,7 +27,7 @@ from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.chips import CHIPS
 from maxbatch.estimate.step_roofline import step_rates, step_roofline
 from maxbatch.estimate.step_work import StepWork, step_work
-from maxbatch.hardware.tpu_slices import slice_named
+from maxbatch.hardware.topologies import slice_named
 from maxbatch.modes.compile_only import prepare_only
 
 SLICES = {

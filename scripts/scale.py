@@ -30,7 +30,7 @@ from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.mixture import SampleStream
 from maxbatch.hardware import agreement
-from maxbatch.hardware.tpu_slices import count_devices
+from maxbatch.hardware.topologies import count_devices
 from maxbatch.plan import make_report
 from maxbatch.run_folder.metrics import MetricsLog
 

@@ -24,7 +24,7 @@ from maxbatch.data.reading import read_ahead
 from maxbatch.data.registry import build_dataset, build_tokenizer, check_epochs
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.hardware.tpu_slices import count_devices
+from maxbatch.hardware.topologies import count_devices
 from maxbatch.models.registry import build_model
 from maxbatch.models.remat import kept
 from maxbatch.plan import main as plan

@@ -19,7 +19,7 @@ from maxbatch.estimate.step_time import estimate
 from maxbatch.hardware import cudnn, devices
 from maxbatch.hardware.compiler_flags import FLAG_SETS, bypassed, compiler_flags
 from maxbatch.hardware.devices import topology_devices
-from maxbatch.hardware.tpu_slices import slice_named
+from maxbatch.hardware.topologies import slice_named
 from maxbatch.train import main
 
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")

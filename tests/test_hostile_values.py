@@ -23,7 +23,7 @@ from maxbatch.config.schema import Config, fields
 from maxbatch.config.value import convert, holds_text
 from maxbatch.data.registry import DATASETS, TOKENIZERS
 from maxbatch.errors import UserError
-from maxbatch.hardware.tpu_slices import count_devices
+from maxbatch.hardware.topologies import count_devices
 from maxbatch.models.registry import MODELS
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.plan import COMMAND as PLAN

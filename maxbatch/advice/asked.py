@@ -13,7 +13,7 @@ from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import CHIPS, GPUS, Chip
 from maxbatch.estimate.step_work import StepWork, step_work
-from maxbatch.hardware.tpu_slices import FAMILIES, slice_named
+from maxbatch.hardware.topologies import FAMILIES, slice_named
 
 _ALIASES = {"v5litepod": "v5e"}
 _CHOSEN = {

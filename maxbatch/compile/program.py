@@ -24,7 +24,7 @@ from maxbatch.estimate.chips import GPU_DATA, PREALLOCATED, chip_for
 from maxbatch.estimate.gpu_memory import left_out
 from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags, bypassed
 from maxbatch.hardware.devices import Device, machine_bytes
-from maxbatch.hardware.tpu_slices import slice_named
+from maxbatch.hardware.topologies import slice_named
 from maxbatch.training.build import eval_batch_rows, step_rows, streams, traced_step
 from maxbatch.training.evaluation import traced_eval
 from maxbatch.training.state import TrainState, is_on_host

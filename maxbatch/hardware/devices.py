@@ -1,7 +1,7 @@
 """The devices that a command is about: present, simulated on the CPU, or a TPU slice or GPUs by name.
 
 The compilers for TPUs and GPUs run on any machine. They describe devices, and programs can be compiled
-for these, but never run. Commands that look at no device count them (tpu_slices.py).
+for these, but never run. Commands that look at no device count them (topologies.py).
 
 The memory that processes may use is what a container's limit leaves of the machine's. Containers are control groups of the kernel, of version 2 (`memory.max`) or 1
 (`memory.limit_in_bytes`); they are nested, and each bounds those within it.
@@ -30,7 +30,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.accelerators import advice, find_accelerators
 from maxbatch.hardware.cudnn import assume_cudnn
 from maxbatch.hardware.processes import check_joined, join
-from maxbatch.hardware.tpu_slices import SIMULATED_DEVICES, slice_named
+from maxbatch.hardware.topologies import SIMULATED_DEVICES, slice_named
 
 _PROCESS = pathlib.Path("/proc/self")
 _LIMITS = {"cgroup2": ("", "memory.max"), "cgroup": ("memory", "memory.limit_in_bytes")}

@@ -11,7 +11,7 @@ from maxbatch.core.plan import BatchPlan
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import MESH_AXES
-from maxbatch.hardware.tpu_slices import slice_named
+from maxbatch.hardware.topologies import slice_named
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline

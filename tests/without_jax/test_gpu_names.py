@@ -8,7 +8,7 @@ import pytest
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import GPU_DATA, GPUS, PREALLOCATED, chip_for
 from maxbatch.hardware.gpu_description import described
-from maxbatch.hardware.tpu_slices import slice_named
+from maxbatch.hardware.topologies import slice_named
 
 HOSTS = {
   "h100-1": (1, 1, "1x1x1"),

@@ -22,7 +22,7 @@ from maxbatch.batch.plan_plot import plan_chart
 from maxbatch.config.load import load_config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
-from maxbatch.hardware.tpu_slices import slice_named
+from maxbatch.hardware.topologies import slice_named
 from maxbatch.plan import main
 from maxbatch.plots.chart import Line
 

@@ -10,7 +10,7 @@ import pytest
 from processes import PATIENCE_SECONDS
 
 from maxbatch.errors import UserError
-from maxbatch.hardware.tpu_slices import FAMILIES, slice_named
+from maxbatch.hardware.topologies import FAMILIES, slice_named
 
 # Shapes and hosts as on the public pages about each generation (docs.cloud.google.com/tpu/docs).
 PUBLISHED = {
