@@ -328,6 +328,8 @@ EFFECTS = [
   (traced, f"{SMALL} use_qk_norm=true", "qk_norm_across_heads=true"),
   (traced, EXPERTS, "num_experts_per_tok=1 base_moe_mlp_dim=4 shared_experts=1 routed_score_func=sigmoid "
    "norm_topk_prob=true routed_scaling_factor=2 routed_bias=true n_routing_groups=2"),
+  (traced, f"{EXPERTS}", "router_logit_bias=true"),
+  (traced, f"{SMALL} mlp_activation=clamped_swiglu", "mlp_activations_limit=2 swiglu_alpha=1"),
   (handed_out, EXPERTS, "load_balance_loss_weight=0.1 router_z_loss_weight=0.1"),
   (traced, f"{EXPERTS} n_routing_groups=2", "topk_routing_group=2"),
   (traced, f"{EXPERTS} load_balance_loss_weight=0.1", "load_balance_loss_type=global"),

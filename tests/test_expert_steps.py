@@ -27,7 +27,9 @@ SIZES |= {"base_moe_mlp_dim": 8, "load_balance_loss_weight": 0.5}
 """With a balance loss that matters beside the cross entropy."""
 BALANCES = {
   "bias": {"routed_bias": "true", "routed_score_func": "sigmoid", "router_z_loss_weight": 0.1},
-  "global": {"load_balance_loss_type": "global"},
+  "global": {"load_balance_loss_type": "global"}
+  | {"mlp_activation": "clamped_swiglu", "mlp_bias": "true", "router_logit_bias": "true"}
+  | {"lora_rank": 2, "lora_targets": "[gate,up,down,router]"},
   "last_step": {"load_balance_loss_type": "last_step"},
 }
 BIAS = ("layers", "mlp", "router", "bias")
@@ -36,7 +38,7 @@ BIAS = ("layers", "mlp", "router", "bias")
 def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 0, **keys: object) -> Trainer:
   """Of fused steps, or of streamed ones in so many dispatches."""
   settings = config(**SIZES | keys)
-  model = build_model(settings.model, T)
+  model = build_model(settings.model, T, trainable=("*",))
   optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches or 1)
   parts = model, optimizer, mesh(*axes), jax.random.key(7)
   return Trainer(*parts, streamed=dispatches > 0)

@@ -18,7 +18,8 @@ from maxbatch.estimate.step_work import step_work
 from maxbatch.models.attention import AttentionContext
 from maxbatch.models.experts import BALANCE, TOKENS, Experts, route
 from maxbatch.models.grouped import block_size, num_slots, slots_of
-from maxbatch.models.layers import Outputs
+from maxbatch.models.layers import Buffer, Outputs
+from maxbatch.models.lora import add_adapters, merged, scale
 from maxbatch.models.registry import build_model
 
 B, T, D, E, K = 3, 16, 32, 6, 2
@@ -31,6 +32,11 @@ FORMS = {
     **{"n_routing_groups": 3, "topk_routing_group": 2, "shared_experts": 2},
   },
   "not gated": {"mlp_activation": "gelu"},
+  "gpt-oss's": {
+    **{"mlp_activation": "clamped_swiglu", "mlp_activations_limit": 0.5, "swiglu_alpha": 2},
+    **{"mlp_bias": "true", "router_logit_bias": "true"},
+  },
+  "adapted": {"lora_rank": 3, "lora_alpha": 6, "lora_targets": "[gate,up,down,router]"},
 }
 AT = AttentionContext(jnp.zeros((1, T), jnp.int32), None, None, None)
 
@@ -40,20 +46,45 @@ def layer(**keys):
   experts = Experts(nnx.Rngs(0), settings, 1.0)
   if experts.router.bias is not None:
     experts.router.bias.set_value(jnp.linspace(-0.3, 0.3, E))
+  add_adapters(experts, settings, nnx.Rngs(1))
+  for seed, (path, leaf) in enumerate(nnx.to_flat_state(nnx.state(experts))):
+    if path[-1] in ("bias", "logit_bias", "lora_b") and not isinstance(leaf, Buffer):
+      leaf.set_value(0.3 * jax.random.normal(jax.random.key(seed), leaf.shape))
   return settings, *nnx.split(experts)
+
+
+def whole(matrix, settings, of_router=False):
+  """A matrix with its adapter, and its bias."""
+  kernel = matrix.kernel[...]
+  if matrix.lora_a is not None:
+    kernel = kernel + scale(settings) * matrix.lora_a[...] @ matrix.lora_b[...]
+  bias = matrix.logit_bias if of_router else matrix.bias
+  return kernel, 0.0 if bias is None else bias[...]
 
 
 def every_expert_at_every_token(settings, experts, x_BTD):
   """The same in the plainest way; of what route chose."""
-  bias = experts.router.bias
-  routed = route(settings, x_BTD, experts.router.kernel[...], None if bias is None else bias[...])
+  bias, (kernel, logit_bias) = experts.router.bias, whole(experts.router, settings, of_router=True)
+  others = {"router_logit_bias": jnp.broadcast_to(logit_bias, (E,))}
+  others |= {} if bias is None else {"router_bias": bias[...]}
+  routed = route(settings, x_BTD, kernel, others)
   feeds = experts.experts
-  up = jnp.einsum("btd,edf->btef", x_BTD, feeds.up.kernel[...])
+
+  def product(form, x, matrix):
+    kernel, bias = whole(matrix, settings)
+    y = jnp.einsum(form, x, kernel)
+    return y + jnp.broadcast_to(bias, y.shape)
+
+  up = product("btd,edf->btef", x_BTD, feeds.up)
   if feeds.gate is None:
     h = jax.nn.gelu(up)
   else:
-    h = jax.nn.silu(jnp.einsum("btd,edf->btef", x_BTD, feeds.gate.kernel[...])) * up
-  y = jnp.einsum("btef,efd->bted", h, feeds.down.kernel[...])
+    gate = product("btd,edf->btef", x_BTD, feeds.gate)
+    h = jax.nn.silu(gate) * up
+    if settings.mlp_activation == "clamped_swiglu":
+      gate = jnp.where(gate > 0.5, 0.5, gate)
+      h = gate / (1 + jnp.exp(-2 * gate)) * (jnp.clip(up, -0.5, 0.5) + 1)
+  y = product("btef,efd->bted", h, feeds.down)
   weight = (jax.nn.one_hot(routed.chosen, E) * routed.weight[..., None]).sum(2)
   y_BTD = (y * weight[..., None]).sum(2)
   return y_BTD if experts.shared is None else y_BTD + experts.shared(x_BTD)
@@ -75,26 +106,38 @@ def test_tokens_see_their_experts_and_no_token_is_dropped(form):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * float(jnp.abs(b).max()))
 
 
+def test_adapters_of_experts_are_merged_as_they_compute():
+  settings, graph, state = layer(**FORMS["adapted"])
+  kernels, experts = merged(nnx.to_pure_dict(state), settings), nnx.merge(graph, state)
+  for found, matrix in (
+    (kernels["router"], experts.router),
+    (kernels["experts"]["up"], experts.experts.up),
+    (kernels["experts"]["down"], experts.experts.down),
+  ):
+    expected = whole(matrix, settings, of_router=matrix is experts.router)[0]
+    np.testing.assert_allclose(found["kernel"], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_scores_by_hand():
   kernel = jnp.eye(E)
   x = jnp.log(jnp.array([[1.0, 2, 3, 4, 5, 6]]))
   of = {**EXPERTS, "routed_scaling_factor": 2}
-  routed = route(model_config(**of), x, kernel, None)
+  routed = route(model_config(**of), x, kernel, {})
   assert routed.chosen.tolist() == [[5, 4]]
   np.testing.assert_allclose(routed.weight, [[2 * 6 / 11, 2 * 5 / 11]], rtol=1e-6)
   np.testing.assert_allclose(routed.share, [[n / 21 for n in range(1, 7)]], rtol=1e-6)
   np.testing.assert_allclose(routed.log_z, [np.log(21)], rtol=1e-6)
-  routed = route(model_config(**of, norm_topk_prob="false"), x, kernel, None)
+  routed = route(model_config(**of, norm_topk_prob="false"), x, kernel, {})
   np.testing.assert_allclose(routed.weight, [[2 * 6 / 21, 2 * 5 / 21]], rtol=1e-6)
   sigmoid = model_config(**of, routed_score_func="sigmoid", routed_bias="true")
-  routed = route(sigmoid, x, kernel, jnp.array([9.0, 0, 0, 0, 0, 0]))
+  routed = route(sigmoid, x, kernel, {"router_bias": jnp.array([9.0, 0, 0, 0, 0, 0])})
   assert routed.chosen.tolist() == [[0, 5]]
   odds = np.array([1 / 2, 6 / 7])  # The bias chooses and does not weight.
   np.testing.assert_allclose(routed.weight, [2 * odds / odds.sum()], rtol=1e-6)
   groups = model_config(**of, n_routing_groups=3, topk_routing_group=1)
   # 8 is the highest score, 6 and 7 the best two of a group.
   x = jnp.log(jnp.array([[8.0, 1, 2, 3, 6, 7]]))
-  assert route(groups, x, kernel, None).chosen.tolist() == [[5, 4]]
+  assert route(groups, x, kernel, {}).chosen.tolist() == [[5, 4]]
 
 
 def test_every_assignment_has_a_slot_of_its_expert():
@@ -223,10 +266,6 @@ def test_no_split_changes_a_term_or_a_statistic():
       "num_experts_per_tok=7 must be at most num_experts=6; for example",
     ),
     ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true: the weight"),
-    (
-      {"mlp_bias": "true"},
-      "mlp_bias=true: num_experts=6 experts have no biases; set mlp_bias=false",
-    ),
     ({"n_routing_groups": 4}, "num_experts=6 must be a multiple of n_routing_groups=4, and groups"),
     (
       {"n_routing_groups": 3, "topk_routing_group": 4},

@@ -221,6 +221,11 @@ def convert_to_peft(step: Path, config: Config, folder: Path) -> Converted:
   checkpoint = whole_checkpoint(step, config)
   _check_adapters(checkpoint, config)
   adapted = {".".join(path[:-1]) for path in model.axes() if path[-1] == ADAPTER[0]}
+  if routed := sorted(name for name in adapted if ".experts." in name or name.endswith(".router")):
+    raise UserError(
+      f"to_peft={folder}: {routed[0]} has adapters, and peft has none beside the matrices of experts and "
+      "routers; to_hf writes all parameters, adapters merged"
+    )
   family, _ = family_for(model_keys(config), config.batch.max_target_length)
   plain = build_model(lora.without_adapters(config.model), config.batch.max_target_length)
   table = family.table([".".join(path) for path in plain.axes()])

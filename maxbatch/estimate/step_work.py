@@ -13,7 +13,6 @@ import functools
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
@@ -22,7 +21,7 @@ from maxbatch.config.experts import hidden_width, idle_parameters
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
-from maxbatch.hugging_face.model_keys import PLAIN, SHAPE, layer_types
+from maxbatch.hugging_face.model_keys import digested, layer_types
 
 RematPolicy = Literal["none", "minimal", "full"]
 Part = Literal["attention", "mlp", "norm", "head", "embedding", "other"]
@@ -138,10 +137,7 @@ def tokens_seen(window: int, length: int) -> float:
 def work_digest(work: StepWork) -> str:
   """Returns a hash of all keys that change what is computed, to know a step's work again."""
   model = dataclasses.asdict(work.model)
-  # Steps that were compiled before there were experts are known again.
-  unused = r".*(expert|rout|_moe_|topk).*" if work.model.num_experts == 1 else "-"
-  names = (*SHAPE, *PLAIN, "num_vocab_tiling", "scan_layers")
-  keys = {key: model[key] for key in names if not re.fullmatch(unused, key)}
+  keys = digested(model) | {key: model[key] for key in ("num_vocab_tiling", "scan_layers")}
   is_slow = work.model.attention == "dot_product"
   others = (work.length, work.compute_bytes, work.weight_bytes, work.optimizer_bytes, is_slow)
   plugins = map(repr, work.model.plugins)

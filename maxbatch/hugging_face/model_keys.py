@@ -6,6 +6,7 @@ A config.json as a mapping that knows its file, the defaults behind it, and what
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ SHAPE = (
 PLAIN: Mapping[str, Any] = {
   "decoder_block": "transformer",
   "mlp_activation": "swiglu",
+  "mlp_activations_limit": 7.0,
+  "swiglu_alpha": 1.702,
   "normalization": "rmsnorm",
   "normalization_layer_epsilon": 1e-5,
   "use_pre_norm": True,
@@ -60,6 +63,7 @@ PLAIN: Mapping[str, Any] = {
   "routed_score_func": "softmax",
   "norm_topk_prob": True,
   "routed_scaling_factor": 1.0,
+  "router_logit_bias": False,
   "routed_bias": False,
   "n_routing_groups": -1,
   "topk_routing_group": 1,
@@ -67,12 +71,15 @@ PLAIN: Mapping[str, Any] = {
 }
 """The other keys, as Llama has them: a family names only those of its own that differ."""
 
+_LATER = frozenset({"mlp_activations_limit", "swiglu_alpha", "router_logit_bias"})
+"""Those that came after steps had been compiled whose digests are kept."""
+
 _ROPE = [*(key for key in PLAIN if "rope_" in key), "original_max_position_embeddings"]
 _SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor")
 _OF_EXPERTS = [
   *("num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func"),
   *("norm_topk_prob", "routed_scaling_factor", "routed_bias", "n_routing_groups"),
-  "topk_routing_group",
+  *("topk_routing_group", "router_logit_bias"),
 ]
 _TRAINING_ONLY = ("dropout_rate",)
 
@@ -89,6 +96,17 @@ def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
     for length in range(1, len(kinds) + 1)
     if all(kind == kinds[layer % length] for layer, kind in enumerate(kinds))
   )
+
+
+def digested(model: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the keys by which a model is known again: later ones where they are in force."""
+  # Steps that were compiled before there were experts are known again.
+  unused = r".*(expert|rout|_moe_|topk).*" if model["num_experts"] == 1 else "-"
+  return {
+    key: model[key]
+    for key in (*SHAPE, *PLAIN)
+    if not re.fullmatch(unused, key) and not (key in _LATER and model[key] == PLAIN[key])
+  }
 
 
 def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[str, Any] | None:
@@ -124,6 +142,8 @@ def _computed(model: Mapping[str, Any]) -> dict[str, Any]:
       keys["base_moe_mlp_dim"] = keys["base_mlp_dim"]
     # All layers are of experts, and no matrix has the width of the others.
     keys["base_mlp_dim"] = keys["base_moe_mlp_dim"]
+  if keys["mlp_activation"] != "clamped_swiglu":
+    without += ["mlp_activations_limit", "swiglu_alpha"]
   if not keys["use_qk_norm"]:
     without += ["qk_norm_across_heads"]
   if keys["query_pre_attn_scalar"] == keys["head_dim"]:

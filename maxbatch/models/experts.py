@@ -24,8 +24,25 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, by_device
 from maxbatch.models.attention import AttentionContext
 from maxbatch.models.forms import barrier_gradients
-from maxbatch.models.grouped import combined, dispatched, grouped_product, slots_of
-from maxbatch.models.layers import FeedForward, Outputs, buffer, gelu, parameter
+from maxbatch.models.grouped import (
+  Slots,
+  combined,
+  dispatched,
+  grouped_bias,
+  grouped_product,
+  slots_of,
+)
+from maxbatch.models.layers import (
+  FeedForward,
+  Outputs,
+  Parameter,
+  buffer,
+  constant,
+  gated_product,
+  gelu,
+  parameter,
+  uniform,
+)
 from maxbatch.models.remat import named
 from maxbatch.precision.policy import PLAIN, Policy
 
@@ -57,10 +74,40 @@ class Routed(NamedTuple):
 
 
 class Matrix(nnx.Module):
-  """A matrix for each expert, or one for all."""
+  """A matrix (…, inputs, outputs) for each expert, or one for all."""
 
-  def __init__(self, rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: LogicalAxes):
+  lora_a: Parameter | None = None
+  lora_b: Parameter | None = None
+  lora_scale = 0.0
+  bias: Parameter | None = None
+
+  def __init__(
+    self,
+    rngs: nnx.Rngs,
+    std: float,
+    shape: tuple[int, ...],
+    axes: LogicalAxes,
+    *,
+    bias: bool = False,
+  ):
     self.kernel = parameter(rngs, std, shape, axes)
+    if bias:
+      self.bias = constant(0.0, (*shape[:-2], shape[-1]), (*axes[:-2], axes[-1]))
+
+  @property
+  def largest_rank(self) -> int:
+    """The rank that a matrix can have."""
+    return min(self.kernel.shape[-2:])
+
+  def add_adapter(self, rngs: nnx.Rngs, rank: int, scale: float) -> None:
+    """Adds LoRA's matrices beside each, as `Projection.add_adapter` does."""
+    *lead, inputs, outputs = self.kernel.shape
+    *names, of_inputs, of_outputs = self.kernel.axes
+    drawn = uniform(rngs, 1 / math.sqrt(inputs), (*lead, inputs, rank))
+    self.lora_a = Parameter(drawn, axes=(*names, of_inputs, None))
+    zeros = jnp.zeros((*lead, rank, outputs), jnp.float32)
+    self.lora_b = Parameter(zeros, axes=(*names, None, of_outputs))
+    self.lora_scale = scale
 
 
 class Router(Matrix):
@@ -70,6 +117,7 @@ class Router(Matrix):
     D, E = config.base_emb_dim, config.num_experts
     super().__init__(rngs, 1 / math.sqrt(D), (D, E), ("embed", "expert"))
     self.bias = buffer(0.0, (E,), ("expert",)) if config.routed_bias else None
+    self.logit_bias = constant(0.0, (E,), ("expert",)) if config.router_logit_bias else None
     even = config.num_experts_per_tok / E
     self.load = buffer(even, (E,), ("expert",)) if has_load(config) else None
     """The part of a step's tokens that each expert is sent, by which the balance loss weights shares."""
@@ -79,12 +127,12 @@ class Feeds(nnx.Module):
   """The matrices of all experts."""
 
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig, residual_scale: float):
-    D, F, E = config.base_emb_dim, expert_width(config), config.num_experts
+    D, F, E, bias = config.base_emb_dim, expert_width(config), config.num_experts, config.mlp_bias
     up = 1 / math.sqrt(D), (E, D, F), ("expert", "embed", "mlp")
-    self.gate = Matrix(rngs, *up) if config.mlp_activation != "gelu" else None
-    self.up = Matrix(rngs, *up)
+    self.gate = Matrix(rngs, *up, bias=bias) if config.mlp_activation != "gelu" else None
+    self.up = Matrix(rngs, *up, bias=bias)
     down = (E, F, D), ("expert", "mlp", "embed")
-    self.down = Matrix(rngs, residual_scale / math.sqrt(F), *down)
+    self.down = Matrix(rngs, residual_scale / math.sqrt(F), *down, bias=bias)
 
 
 class Experts(nnx.Module):
@@ -112,14 +160,16 @@ class Experts(nnx.Module):
 
   def _parameters(self) -> dict[str, tuple[jax.Array, LogicalAxes]]:
     """Returns what a device needs of the layer's parameters, with their axes."""
-    router = self.router
-    given = {"router": (router.kernel[...].astype(jnp.float32), router.kernel.axes)}
-    if router.bias is not None:
-      given["bias"] = (router.bias[...], router.bias.axes)
-    for name in ("gate", "up", "down"):
-      matrix = getattr(self.experts, name)
-      if matrix is not None:
-        given[name] = (self.policy.cast(matrix.kernel[...]), matrix.kernel.axes)
+    matrices = {name: getattr(self.experts, name) for name in ("gate", "up", "down")}
+    given = {}
+    for matrix_name, matrix in {"router": self.router, **matrices}.items():
+      if matrix is None:
+        continue
+      cast = _in_float32 if matrix_name == "router" else self.policy.cast
+      for name, each in vars(matrix).items():
+        if isinstance(each, Parameter) and name != "load":
+          value = each[...] * matrix.lora_scale if name == "lora_a" else each[...]
+          given[_given_name(matrix_name, name)] = (cast(value), each.axes)
     return given
 
   def _of_rows(
@@ -128,23 +178,39 @@ class Experts(nnx.Module):
     """Returns what experts make of some rows, by the part of their width that is given, and sums over
     the tokens of each row."""
     B, T, D = x_BTD.shape
-    routed = route(self.config, x_BTD, parameters["router"], parameters.get("bias"))
+    routed = route(self.config, x_BTD, parameters["router"], parameters)
     slots = slots_of(routed.chosen.reshape(B * T, -1), self.config.num_experts)
     y_SD = self._fed(parameters, dispatched(x_BTD.reshape(B * T, D), slots), slots)
     y_TD = combined(y_SD, routed.weight.reshape(B * T, -1), slots)
     of_rows = self._row_sums(routed, counts_BT)
     return self.policy.cast(y_TD.reshape(B, T, D)), of_rows
 
-  def _fed(self, parameters, x_SD, slots) -> jax.Array:
-    up_SF = named(grouped_product(x_SD, parameters["up"], slots), "mlpwi_1")
+  def _fed(self, parameters: Mapping[str, jax.Array], x_SD: jax.Array, slots: Slots) -> jax.Array:
+    up_SF = named(self._product("up", parameters, x_SD, slots), "mlpwi_1")
     if "gate" in parameters:
-      gate_SF = named(grouped_product(x_SD, parameters["gate"], slots), "mlpwi_0")
+      gate_SF = named(self._product("gate", parameters, x_SD, slots), "mlpwi_0")
       up_SF, gate_SF = barrier_gradients((up_SF, gate_SF))
-      is_silu = self.config.mlp_activation == "swiglu"
-      h_SF = (jax.nn.silu if is_silu else gelu)(gate_SF) * up_SF
+      h_SF = gated_product(self.config, gate_SF, up_SF)
     else:
       h_SF = gelu(up_SF)
-    return named(grouped_product(self.policy.cast(h_SF), parameters["down"], slots), "mlpwo")
+    return named(self._product("down", parameters, self.policy.cast(h_SF), slots), "mlpwo")
+
+  def _product(
+    self, name: str, parameters: Mapping[str, jax.Array], x_SD: jax.Array, slots: Slots
+  ) -> jax.Array:
+    """Multiplies slots by the matrices of that name, and adds what adapters and biases give."""
+    y_SF = grouped_product(x_SD, parameters[name], slots)
+    if f"{name}_lora_a" in parameters:
+      low_SR = grouped_product(x_SD, parameters[f"{name}_lora_a"], slots)
+      low_SF = grouped_product(low_SR, parameters[f"{name}_lora_b"], slots)
+      y_SF = y_SF + low_SF
+    if f"{name}_bias" in parameters:
+      bias_EF = parameters[f"{name}_bias"]
+      if name == "down":
+        # Devices that share the width each add a share of it, as of the product.
+        bias_EF = bias_EF * (parameters["down"].shape[1] / expert_width(self.config))
+      y_SF = y_SF + grouped_bias(bias_EF, slots)
+    return y_SF
 
   def _row_sums(self, routed: Routed, counts_BT: jax.Array) -> dict[str, jax.Array]:
     E = self.config.num_experts
@@ -195,12 +261,41 @@ class Experts(nnx.Module):
     return self._even * safe_ratio((sent_BE * of_rows["share"]).sum(1), tokens_B**2).sum()
 
 
+def _in_float32(x: jax.Array) -> jax.Array:
+  return x.astype(jnp.float32)
+
+
+def _given_name(matrix: str, parameter: str) -> str:
+  return matrix if parameter == "kernel" else f"{matrix}_{parameter}"
+
+
+def _logits(x: jax.Array, kernel_DE: jax.Array, others: Mapping[str, jax.Array]) -> jax.Array:
+  """Returns the router's (…, E), with what its adapter and its bias give."""
+
+  def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.matmul(x, kernel, precision="highest")
+
+  x = x.astype(jnp.float32)
+  logits = product(x, kernel_DE)
+  if "router_lora_a" in others:
+    low = product(product(x, others["router_lora_a"]), others["router_lora_b"])
+    logits = logits + low
+  if "router_logit_bias" in others:
+    bias_E = others["router_logit_bias"]
+    logits = logits + bias_E.reshape((1,) * (x.ndim - 1) + bias_E.shape)
+  return logits
+
+
 def route(
-  config: ModelConfig, x: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None
+  config: ModelConfig, x: jax.Array, kernel_DE: jax.Array, others: Mapping[str, jax.Array]
 ) -> Routed:
-  """Chooses experts for tokens (…, D) and weights them; all in float32."""
+  """Chooses experts for tokens (…, D) and weights them; all in float32.
+
+  `others` has by name what the router may have beside its matrix: `router_bias`, for the choice alone,
+  `router_logit_bias`, and an adapter.
+  """
   K = config.num_experts_per_tok
-  logits = jnp.matmul(x.astype(jnp.float32), kernel_DE, precision="highest")
+  logits, bias_E = _logits(x, kernel_DE, others), others.get("router_bias")
   log_z = jax.nn.logsumexp(logits, -1)
   if config.routed_score_func == "softmax":
     scores = share = jnp.exp(logits - log_z[..., None])
@@ -253,8 +348,6 @@ def validate_experts(config: ModelConfig) -> None:
       "and the router learns nothing from the loss; for example norm_topk_prob=false, or "
       "num_experts_per_tok=2"
     )
-  if config.mlp_bias:
-    raise UserError(f"mlp_bias=true: num_experts={E} experts have no biases; set mlp_bias=false")
   if G > 0:
     _validate_groups(E, K, G, config.topk_routing_group)
 

@@ -124,6 +124,15 @@ def grouped_product(x_SD: jax.Array, matrix_EDF: jax.Array, slots: Slots) -> jax
   return _by_blocks(x_SD, matrix_EDF, slots.expert_of_block)
 
 
+def grouped_bias(bias_EF: jax.Array, slots: Slots) -> jax.Array:
+  """Returns the bias of each slot's expert: (E, F) → (S, F)."""
+  blocks = len(slots.expert_of_block)
+  if blocks == len(slots.assignment_S):
+    return bias_EF[slots.expert_of_block]
+  # One row for a block, so that the gradient adds blocks and not slots.
+  return jnp.repeat(bias_EF[slots.expert_of_block], len(slots.assignment_S) // blocks, axis=0)
+
+
 @jax.custom_vjp
 def _by_blocks(x_SD: jax.Array, matrix_EDF: jax.Array, expert_of_block: jax.Array) -> jax.Array:
   """Multiplies block by block, each by a matrix that is read where it lies."""

@@ -95,7 +95,13 @@ def parameter(rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: LogicalA
   return Parameter(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
-def _constant(value: float, shape: tuple[int, ...], axes: LogicalAxes) -> Parameter:
+def uniform(rngs: nnx.Rngs, bound: float, shape: tuple[int, ...]) -> jax.Array:
+  """Returns random numbers between −bound and bound."""
+  return jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+
+
+def constant(value: float, shape: tuple[int, ...], axes: LogicalAxes) -> Parameter:
+  """Returns a parameter that is the same everywhere at first."""
   return Parameter(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
@@ -124,7 +130,7 @@ class Projection(nnx.Module):
     std = scale / math.sqrt(math.prod(in_shape))
     self.kernel = parameter(rngs, std, (*in_shape, *out_shape), axes)
     out_axes = axes[len(in_shape) :]
-    self.bias = _constant(0.0, out_shape, out_axes) if bias else None
+    self.bias = constant(0.0, out_shape, out_axes) if bias else None
     self.in_shape, self.out_shape = in_shape, out_shape
     self.probe: Probe | None = probe("kernel", "bias", "lora_a", "lora_b")
 
@@ -139,6 +145,11 @@ class Projection(nnx.Module):
     y = given_out(y, self.policy, self.exponents)
     return named(y, self.saved_as) if self.saved_as else y
 
+  @property
+  def largest_rank(self) -> int:
+    """The rank that the matrix can have."""
+    return min(math.prod(self.in_shape), math.prod(self.out_shape))
+
   def add_adapter(self, rngs: nnx.Rngs, rank: int, scale: float) -> None:
     """Adds LoRA's matrices beside the kernel (Hu et al. 2021): x·W + scale · x·A·B.
 
@@ -149,8 +160,7 @@ class Projection(nnx.Module):
     layers = self.kernel.shape[: self.kernel.ndim - len(axes)]
     shape_a, shape_b = (*layers, *self.in_shape, rank), (*layers, rank, *self.out_shape)
     bound = 1 / math.sqrt(math.prod(self.in_shape))
-    drawn = jax.random.uniform(rngs.params(), shape_a, jnp.float32, -bound, bound)
-    self.lora_a = Parameter(drawn, axes=(*axes[:ins], None))
+    self.lora_a = Parameter(uniform(rngs, bound, shape_a), axes=(*axes[:ins], None))
     self.lora_b = Parameter(jnp.zeros(shape_b, jnp.float32), axes=(None, *axes[ins:]))
     self.lora_scale = scale
 
@@ -175,8 +185,8 @@ class Norm(nnx.Module):
     centred = config.normalization == "layernorm"
     # Gemma's scale is kept as what it adds to one: weight decay then draws it to one.
     self.offset = 1.0 if config.normalization == "zero_centered_rmsnorm" else 0.0
-    self.scale = _constant(1.0 - self.offset, shape, axes)
-    self.bias = _constant(0.0, shape, axes) if centred else None
+    self.scale = constant(1.0 - self.offset, shape, axes)
+    self.bias = constant(0.0, shape, axes) if centred else None
     self.dims = tuple(range(-len(shape), 0))
     self.probe: Probe | None = probe("scale", "bias")
     self.epsilon = config.normalization_layer_epsilon
@@ -207,7 +217,7 @@ def _over_rows(
 
 
 class FeedForward(nnx.Module):
-  """GELU in two matrices (GPT-2), or SwiGLU or GeGLU in three (Shazeer 2020)."""
+  """GELU in two matrices (GPT-2), or a gate in three."""
 
   policy: Policy = PLAIN
 
@@ -215,10 +225,10 @@ class FeedForward(nnx.Module):
     D, F, bias = config.base_emb_dim, config.base_mlp_dim, config.mlp_bias
     up = ("embed", "mlp")
     gated = config.mlp_activation != "gelu"
-    self.is_silu = config.mlp_activation == "swiglu"
     self.gate = Projection(rngs, (D,), (F,), up, bias=bias) if gated else None
     self.up = Projection(rngs, (D,), (F,), up, bias=bias)
     self.down = Projection(rngs, (F,), (D,), ("mlp", "embed"), bias=bias, scale=residual_scale)
+    self.config = config
     self.up.saved_as, self.down.saved_as = "mlpwi_1" if gated else "mlpwi", "mlpwo"
     if self.gate is not None:
       self.gate.saved_as = "mlpwi_0"
@@ -230,8 +240,17 @@ class FeedForward(nnx.Module):
       h_BTF = gelu(barrier_gradients(self.up(x_BTD)))
     else:
       up_BTF, gate_BTF = barrier_gradients((self.up(x_BTD), self.gate(x_BTD)))
-      h_BTF = (jax.nn.silu if self.is_silu else gelu)(gate_BTF) * up_BTF
+      h_BTF = gated_product(self.config, gate_BTF, up_BTF)
     return self.down(constrain(self.policy.cast(h_BTF), ("batch", "length", "mlp")))
+
+
+def gated_product(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+  """Returns SwiGLU or GeGLU (Shazeer 2020) of two products, or gpt-oss's clamped SwiGLU."""
+  if config.mlp_activation == "clamped_swiglu":
+    limit = config.mlp_activations_limit
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (up + 1)
+  return (jax.nn.silu if config.mlp_activation == "swiglu" else gelu)(gate) * up
 
 
 def gelu(x: jax.Array) -> jax.Array:

@@ -1,15 +1,14 @@
 """Which parameters train; LoRA (Hu et al. 2021): matrices of low rank beside frozen ones.
 
-Frozen parameters have neither gradients nor optimizer state. Any Projection can have adapters.
+Frozen parameters have neither gradients nor optimizer state. Any Adaptable can have adapters.
 """
 
 import dataclasses
 import difflib
 import fnmatch
 import heapq
-import math
 from collections.abc import Collection, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,21 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from maxbatch.config.find import did_you_mean
 from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
-from maxbatch.models.layers import Projection
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+  """A module with a matrix that can have an adapter: layers.Projection, the experts' matrices."""
+
+  @property
+  def largest_rank(self) -> int:
+    """The rank that the matrix can have."""
+    ...
+
+  def add_adapter(self, rngs: nnx.Rngs, rank: int, scale: float) -> None:
+    """Adds two parameters, ADAPTER, whose product times `scale` is added to the matrix."""
+    ...
+
 
 Path = tuple[str, ...]
 """A parameter's path: names of modules, then its own."""
@@ -79,15 +92,15 @@ def without_adapters(config: ModelConfig) -> ModelConfig:
 
 
 def add_adapters(model: nnx.Module, config: ModelConfig, rngs: nnx.Rngs) -> None:
-  """Gives the Projections that lora_targets names their adapters; none if lora_rank is 0.
+  """Gives the modules that lora_targets names their adapters; none if lora_rank is 0.
 
   Raises:
-    UserError: a name that no Projection has, or a rank that is none.
+    UserError: a name that none of them has, or a rank that no matrix has.
   """
   if config.lora_rank == 0:
     return
   modules = nnx.iter_modules(model)
-  named = {str(path[-1]): one for path, one in modules if isinstance(one, Projection)}
+  named = {str(path[-1]): one for path, one in modules if path and isinstance(one, Adaptable)}
   targets = config.lora_targets or _DEFAULT_TARGETS
   for target in targets:
     if target not in named:
@@ -95,9 +108,9 @@ def add_adapters(model: nnx.Module, config: ModelConfig, rngs: nnx.Rngs) -> None
   chosen = [
     module
     for path, module in nnx.iter_modules(model)
-    if isinstance(module, Projection) and path[-1] in targets
+    if isinstance(module, Adaptable) and path[-1] in targets
   ]
-  largest = max(min(math.prod(one.in_shape), math.prod(one.out_shape)) for one in chosen)
+  largest = max(one.largest_rank for one in chosen)
   if config.lora_rank > largest:
     raise UserError(
       f"lora_rank={config.lora_rank} is more than any matrix has that it adapts "

@@ -238,7 +238,7 @@ def joined(parameters: Parameters, others: Parameters) -> Parameters:
 
 def active_share(config: ModelConfig, axes: LogicalAxes) -> float:
   """Returns the part of a parameter that a token meets: of the experts' matrices those of its own."""
-  is_of_experts = "expert" in axes and "mlp" in axes
+  is_of_experts = "expert" in axes[:-1]
   return config.num_experts_per_tok / config.num_experts if is_of_experts else 1
 
 

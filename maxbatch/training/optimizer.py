@@ -133,7 +133,7 @@ def _bytes(leaf: Any) -> int:
 
 Axes = Mapping[tuple[str, ...], LogicalAxes]
 
-_UNDECAYED = ("scale", "bias")
+_UNDECAYED = ("scale", "bias", "logit_bias", "sink")
 _BATCH_AXES = ("layers", "expert")
 """Leading logical axes of a stack of kernels."""
 _MUON_RMS = 0.2

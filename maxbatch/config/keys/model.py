@@ -24,6 +24,7 @@ from maxbatch.config.declare import (
 from maxbatch.config.keys.read_when import (
   ADAPTERS,
   BFLOAT16_WEIGHTS,
+  CLAMPED,
   CUSTOM_REMAT,
   DYNAMIC_SCALE,
   EXPERT_BALANCE,
@@ -65,9 +66,14 @@ class ModelConfig(Section, heading="the model"):
   """Dimension of one attention head."""
   base_mlp_dim: Positive = key(512, FIXED)
   """Hidden dimension of the MLP."""
-  mlp_activation: Literal["gelu", "swiglu", "geglu"] = key("swiglu", FIXED)
-  """MLP activation: gelu (two matrices, GPT-2), swiglu (three matrices, gated, Llama) or geglu
-  (gated by GELU, Gemma)."""
+  mlp_activation: Literal["gelu", "swiglu", "geglu", "clamped_swiglu"] = key("swiglu", FIXED)
+  """MLP activation: gelu (two matrices, GPT-2), or gated in three: swiglu (Llama), geglu (Gemma),
+  clamped_swiglu (gate·sigmoid(α·gate)·(up + 1), gpt-oss)."""
+  mlp_activations_limit: Annotated[float, Range(low=1e-6, limit=FLOAT32)] = key(7.0, FIXED, CLAMPED)
+  """Both products of clamped_swiglu are at most this, and the one beside the gate at least its
+  negative."""
+  swiglu_alpha: Annotated[float, Range(low=1e-6, limit=FLOAT32)] = key(1.702, FIXED, CLAMPED)
+  """Steepness of the sigmoid of clamped_swiglu."""
   normalization: Literal["rmsnorm", "zero_centered_rmsnorm", "layernorm"] = key("rmsnorm", FIXED)
   """Normalization: rmsnorm (Llama), zero_centered_rmsnorm (multiplies by 1 + scale, Gemma) or
   layernorm with bias (GPT-2)."""
@@ -134,7 +140,7 @@ class ModelConfig(Section, heading="the model"):
   attention_out_bias: bool = key(False, FIXED)
   """Bias in attention's output projection."""
   mlp_bias: bool = key(False, FIXED)
-  """Biases in the MLP."""
+  """Biases in the MLP, or in each expert."""
   num_experts: Annotated[int, Range(low=1, high=4096)] = key(1, FIXED)
   """Experts per layer; each token is sent to num_experts_per_tok of them; 1: one MLP, no router
   (docs/mixture_of_experts.md)."""
@@ -151,6 +157,8 @@ class ModelConfig(Section, heading="the model"):
   """Divide the weights of a token's experts by their sum (Mixtral, Qwen 3); false: OLMoE."""
   routed_scaling_factor: Annotated[float, Range(low=1e-6, limit=FLOAT32)] = key(1.0, FIXED, EXPERTS)
   """Factor of those weights (DeepSeek-V3: 2.5)."""
+  router_logit_bias: bool = key(False, FIXED, EXPERTS)
+  """Biases in the router's logits, trained like any other (gpt-oss)."""
   routed_bias: bool = key(False, FIXED, EXPERTS)
   """Balance with a bias on each expert's score, used only to choose experts; after a step it moves
   towards an even load (DeepSeek-V3)."""
@@ -233,7 +241,8 @@ class ModelConfig(Section, heading="the model"):
   """Scale of the adapters: their product is multiplied by lora_alpha / lora_rank; -1: lora_rank, so
   by 1."""
   lora_targets: tuple[str, ...] = key((), FIXED, ADAPTERS)
-  """Projections with adapters: query, key, value, out, gate, up, down; []: query and value."""
+  """Matrices with adapters: query, key, value, out, gate, up, down (of all experts), router; []: query
+  and value."""
 
 
 @dataclasses.dataclass(frozen=True)
