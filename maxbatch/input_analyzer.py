@@ -123,7 +123,7 @@ def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:
   is_known = bool(own.run_metrics or own.compile_report)
   if own.num_devices and not is_known:
     raise UserError(
-      f"num_devices={own.num_devices} names devices that are not here, on which no step can be timed; "
+      f"num_devices={own.num_devices} names devices that this machine does not have, so no step can be timed; "
       "give run_metrics or compile_report too, or compile_topology instead, for example "
       "compile_topology=v5e-256"
     )

@@ -69,7 +69,7 @@ def run_folders(given: Sequence[str]) -> list[Path]:
     UserError: there is none, or one is no run's.
   """
   if not given:
-    raise UserError(f"no run is named; {_EXAMPLE}")
+    raise UserError(f"give a run's folder; {_EXAMPLE}")
   results: dict[Path, None] = {}
   for one in given:
     path = user_path(one)

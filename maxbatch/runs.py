@@ -50,9 +50,7 @@ def _list(arguments: Arguments[RunsArguments]) -> None:
   folders = list(dict.fromkeys(run for folder in given for run in runs_below(folder)))
   if not folders:
     places = " and ".join(shown(str(folder)) for folder in given)
-    raise UserError(
-      f"{places}: there is no run; name the base_output_directory of some, for example runs"
-    )
+    raise UserError(f"{places}: no run found; give a folder that holds runs, for example runs")
   print(colored(_line(_HEAD), "bold"))
   stopped = [result for folder in folders if (result := _show(folder, given)) is not None]
   for name, status in stopped:

@@ -54,7 +54,7 @@ def test_another_key_and_another_source_are_named(tmp_path):
   )
   assert (first.exit_code, second.exit_code) == (2, 2)
   assert first.errors.splitlines()[0] == (
-    f"error: the processes have not started alike; compared with process 0 on {HOST}:"
+    f"error: the processes were started differently; compared with process 0 on {HOST}:"
   )
   assert f"  process 1 on {HOST}: learning_rate=0.5 instead of 0.003\n" in first.errors
   assert f"  process 1 on {HOST}: maxbatch/training/loss.py=" in first.errors
@@ -63,7 +63,7 @@ def test_another_key_and_another_source_are_named(tmp_path):
   assert (first.output, second.output, second.errors) == ("", "", "")
   log = (tmp_path / "first_run" / "logs" / "process_00001.log").read_text()
   assert f" on {HOST}, " in log.splitlines()[0]
-  assert "error: the processes have not started alike; compared with process 0" in log
+  assert "error: the processes were started differently; compared with process 0" in log
   assert not (tmp_path / "first_run" / "metrics.jsonl").exists()
 
 

@@ -306,7 +306,9 @@ def test_a_model_that_cannot_be_made_small_is_told_and_left_alone(monkeypatch, c
   register(monkeypatch, "wide", validate=validate)
   keys = {"decoder_block": "wide", "gradient_accumulation_steps": 4}
   assert resolve(**keys) == config(**keys)
-  printed = "warning: decoder_block=wide was not tried at a small size: base_emb_dim must be at"
+  printed = (
+    "warning: decoder_block=wide could not be tried at a small size: base_emb_dim must be at"
+  )
   assert capfd.readouterr().err.startswith(printed)
 
 

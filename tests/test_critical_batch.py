@@ -435,8 +435,8 @@ def test_the_rate_follows_the_batch_as_asked(constant, monkeypatch, capsys, argu
     (
       ["checkpoint={folder}/mine/checkpoints/8", "learning_rate_final_fraction=0"],
       "checkpoint={folder}/mine/checkpoints/8: the learning rate after step 8 is 0 "
-      "(lr_schedule_type=cosine), so no branch would learn anything; take an earlier checkpoint, "
-      "or a rate of its own, for example lr_schedule_type=constant warmup_steps=0 "
+      "(lr_schedule_type=cosine), so no branch would learn; take an earlier checkpoint, "
+      "or set a learning rate, for example lr_schedule_type=constant warmup_steps=0 "
       "learning_rate=1e-3",
     ),
   ],
@@ -511,7 +511,7 @@ def test_a_damaged_checkpoint_is_refused(cosine, capsys, tmp_path):
   record = step / "record" / "metadata"
   record.write_text(record.read_text().replace('"samples": 32', '"samples": 40'))
   assert error(capsys, f"checkpoint={step}", *BRANCHES) == (
-    f"checkpoint={step} is damaged (its record is not what was written); take another, for example "
+    f"checkpoint={step} is damaged (its record is not the one written); take another, for example "
     f"checkpoint={tmp_path}/mine/checkpoints/8"
   )
   record.unlink()

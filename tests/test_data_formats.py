@@ -227,7 +227,7 @@ def test_files_of_a_format_as_datasets_names_it(tmp_path, hf_path, name):
   WRITERS[name](tmp_path / name, DOCUMENTS)
   keys = {"dataset_type": "hf", "hf_path": hf_path, "hf_train_files": str(tmp_path / name)}
   assert documents(build(tmp_path, **keys).train) == DOCUMENTS
-  assert "hf_name=en means nothing" in refusal(tmp_path, **keys, hf_name="en")
+  assert "hf_name=en has no effect" in refusal(tmp_path, **keys, hf_name="en")
 
 
 def test_a_dataset_by_name_through_the_library(tmp_path, monkeypatch):

@@ -325,7 +325,7 @@ def test_a_killed_process_is_named(tmp_path, monkeypatch):
   (tmp_path / "a.txt").write_text("some words\n" * 9)
   sources = resolve("dataset_path", str(tmp_path / "a.txt"))
   documents = [Document(file) for file in sources.files]
-  with pytest.raises(UserError, match="a process that tokenizes ended with exit code -9; "):
+  with pytest.raises(UserError, match="a tokenizing process ended with exit code -9; "):
     token_cache.open_or_build(documents, tmp_path / "cache", "train", Recipe(sources, Killing()))
 
 

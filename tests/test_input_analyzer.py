@@ -312,7 +312,7 @@ def test_data_that_do_not_keep_up_are_called_so(tmp_path, capsys, without_worker
 def test_steps_that_took_no_time_say_nothing_of_what_is_consumed(tmp_path, record):
   lines = [json.dumps({"step": step, **record}) + "\n" for step in range(3)]
   (tmp_path / "metrics.jsonl").write_text("".join(lines))
-  with pytest.raises(UserError, match="with two steps or more, which did more than wait for data"):
+  with pytest.raises(UserError, match="with at least two steps that did more than wait for data"):
     from_metrics(str(tmp_path), plan_of())
 
 
@@ -331,7 +331,7 @@ def test_a_report_whose_speed_is_none_is_refused(tmp_path, speed):
   ("more", "error"),
   [
     (["--plot", "/absent/x.html"], "No such file or directory; for example --plot new-x.html"),
-    (["run_metrics=/absent"], "run_metrics=/absent: no metrics.jsonl with two steps or more"),
+    (["run_metrics=/absent"], "run_metrics=/absent: no metrics.jsonl with at least two steps"),
     (["compile_report=/absent"], "compile_report=/absent: No such file or directory; for example"),
     (["compile_report=/etc/hostname"], "this is not a report with a step's time; for example"),
     (["run_metrics=a", "compile_report=b"], "one of them says what the step consumes"),

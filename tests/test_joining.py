@@ -109,7 +109,7 @@ def test_a_process_waits_for_the_others_no_longer_than_the_limit():
     ended = wait([started([*TRAIN, "config=base", *each, limit], {}) for each in places])
   assert [(one.exit_code, one.output) for one in ended] == [(2, "")] * 3
   first, second, third = (one.errors.splitlines() for one in ended)
-  late = f"the 2 processes have not come within {limit} seconds"
+  late = f"the 2 processes did not arrive within {limit} seconds"
   assert late in first[0]
   assert "; missing: process 1. If they only start late" in first[0]
   assert late in second[0]

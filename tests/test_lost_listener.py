@@ -212,4 +212,4 @@ def test_what_only_prints_fails_when_its_output_is_full():
     plan = [sys.executable, "-m", "maxbatch.plan", "config=base"]
     exit_code, errors = ended(started(plan, full))
   assert exit_code == 2
-  assert errors == "error: standard output cannot be written (No space left on device)\n"
+  assert errors == "error: cannot write to standard output (No space left on device)\n"

@@ -256,7 +256,7 @@ REFUSED = [
   ),
   (
     {"compile_topology": "v5e-4"},
-    "compile_topology=v5e-4 names devices that are not here, on which nothing can run; "
+    "compile_topology=v5e-4 names devices that this machine does not have, so nothing can run on them; "
     "compile for them with compile_only=true, or check with validate_only=true",
   ),
   (

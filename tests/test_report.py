@@ -190,7 +190,7 @@ def test_the_command_writes_into_the_run_s_folder(tmp_path, capsys):
   assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
   assert report.main([str(tmp_path / "a*"), str(folder), "--out", str(tmp_path / "all.html")]) == 0
   assert str(tmp_path / "all.html") in capsys.readouterr().out
-  for wrong, said in (([], "no run is named"), (["nowhere"], "there is no such folder"),
+  for wrong, said in (([], "give a run's folder"), (["nowhere"], "there is no such folder"),
                       ([str(tmp_path)], "not a run's folder"), ([str(folder), "--uot", "x"], "Did you mean --out"),
                       ([str(tmp_path / "all*")], "none of these")):  # fmt: skip
     assert report.main(wrong) == 2

@@ -26,7 +26,7 @@ def help_text(command: Command, arguments: Sequence[str] = ()) -> str:
   the topics of all others; with a topic after --help its keys, with `all` every key.
 
   Raises:
-    UserError: there is no such topic.
+    UserError: unknown topic.
   """
   topic = _topic(arguments) if command.takes_keys else ""
   if topic and topic != _ALL:
@@ -52,7 +52,7 @@ def _topic(arguments: Sequence[str]) -> str:
   if after not in (*sections(), _ALL):
     known = f"{', '.join(sections())}, or {_ALL} for every key"
     raise UserError(
-      f"--help {after}: there is no such topic.{did_you_mean(after, sections())} Topics: {known}"
+      f"--help {after}: unknown topic.{did_you_mean(after, sections())} Topics: {known}"
     )
   return after
 

@@ -118,7 +118,7 @@ def run_command(
     if only_prints and isinstance(failure, BrokenPipeError):
       return EXIT_NO_READER
     kind = "error" if only_prints else "warning"
-    print(f"{kind}: standard output cannot be written ({failure.strerror})", file=sys.stderr)
+    print(f"{kind}: cannot write to standard output ({failure.strerror})", file=sys.stderr)
     return EXIT_USER_ERROR if only_prints else 0
 
 

@@ -297,7 +297,7 @@ def _taken() -> float:
     share = 0.0
   if not 0 < share <= 1:
     raise UserError(
-      f"{_MEMORY_FRACTION}={given} is no share of a GPU's memory, above 0 and at most 1; for example "
+      f"{_MEMORY_FRACTION}={given} must be a fraction of a GPU's memory, above 0 and at most 1; for example "
       f"{_MEMORY_FRACTION}=0.92"
     )
   return share

@@ -198,7 +198,7 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[str, Layer, dict[str, str
     else:
       others[key] = text
   if not any(names):
-    raise UserError("No configuration is given. Write config=base, or config= and your own file.")
+    raise UserError("No configuration given. Write config=base, or config= and your own file.")
   if len(set(names)) > 1:
     given = " and ".join(f"config={name}" for name in names)
     raise UserError(f"{given}: only one file can be given; let one name the other as base_config.")
@@ -229,7 +229,7 @@ def _read_chain(path: Path) -> tuple[Path, Layer, list[Layer]]:
     if path.resolve() in seen:
       circle = visited[seen.index(path.resolve()) :]
       raise UserError(
-        f"base_config goes in a circle: {' -> '.join(map(str, circle))}. "
+        f"base_config refers to itself: {' -> '.join(map(str, circle))}. "
         "Let one of them say `base_config: base`."
       )
     layer = _with_current_names(read_file(path))

@@ -168,7 +168,7 @@ class FolderReader:
     expected = dict(self._expected())
     if missing := [name for name in expected if name not in self._names]:
       raise UserError(
-        f"{self._folder}: there is no tensor {first_of(missing, _SHOWN)}, which a model of type "
+        f"{self._folder}: tensor {first_of(missing, _SHOWN)} is missing, which a model of type "
         f"{self.family.name} has with the keys of this run; take the folder as it was published, "
         "whole, and the keys as its config.json has them"
       )

@@ -215,7 +215,7 @@ def frozen_folder(note: Mapping[str, Any], run: Path, moved_to: str = "") -> Pat
   if not moved_to:
     raise UserError(
       f"the frozen parameters of {run} are not in its checkpoints, but in {folder}, which does not "
-      "exist; put it back, or say where it is now, for example load_parameters_path=runs/first_run"
+      "exist; put it back, or say where it is, for example load_parameters_path=runs/first_run"
     )
   return find_source("load_parameters_path", moved_to)
 

@@ -248,7 +248,7 @@ def convert_to_peft(step: Path, config: Config, folder: Path) -> Converted:
 def _check_trained(config: Config, trained: set[tuple[str, ...]], step: Path) -> None:
   if not config.model.lora_rank:
     raise UserError(
-      f"checkpoint={step}: its run has no adapters (lora_rank=0), so there is nothing for peft; "
+      f"checkpoint={step}: its run has no adapters (lora_rank=0), so there is no adapter to write; "
       "to_hf writes all parameters"
     )
   others = sorted("/".join(path) for path in trained if path[-1] not in ADAPTER)

@@ -307,5 +307,5 @@ def _loaded(data: DataConfig, key: str, split: str, files: str, columns: Columns
 def _refuse(what: str, path: str, **given: str) -> None:
   if unread := [f"{key}={value}" for key, value in given.items() if value]:
     raise UserError(
-      f"hf_path={path} is {what}, beside which {' '.join(unread)} means nothing; leave it out"
+      f"hf_path={path} is {what}, beside which {' '.join(unread)} has no effect; leave it out"
     )

@@ -65,7 +65,7 @@ def make_shards_in_processes(
     for worker in workers:
       if code := worker.wait():
         raise UserError(
-          f"a process that tokenizes ended with exit code {code}; see what it says above; if "
+          f"a tokenizing process ended with exit code {code}; see what it says above; if "
           "nothing, it was killed, as the system does when memory runs out. Start again: what "
           "is finished stays"
         )

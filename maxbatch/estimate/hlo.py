@@ -270,7 +270,7 @@ def parse(text: str) -> HloModule:
     computations[name] = _computation(name, lines)
     entry = name if is_entry else entry
   if not entry:
-    raise ValueError("this is no HLO text: it has no ENTRY computation")
+    raise ValueError("not HLO text: there is no ENTRY computation")
   devices = math.prod(map(int, _PARTITIONS.findall(text.partition("\n")[0])))
   return HloModule(computations, entry, devices)
 
@@ -329,7 +329,7 @@ def _elements(operand: str, types: dict[str, str]) -> Iterator[Instruction]:
   yield from _elements(source, types)
   inner = _types_in_tuple(types.get(source, ""))
   if int(number) >= len(inner):
-    raise ValueError(f"this is no HLO: there is no element {number} of %{source}")
+    raise ValueError(f"not HLO text: there is no element {number} of %{source}")
   types[operand] = inner[int(number)]
   yield _instruction(operand, f"{types[operand]} get-tuple-element(%{source}), index={number}")
 
@@ -354,7 +354,7 @@ def _instruction(name: str, text: str) -> Instruction:
   end_of_type = _closing(text, 0) if text.startswith("(") else text.find(" ")
   opcode = _OPCODE.match(text, end_of_type)
   if opcode is None:
-    raise ValueError(f"this is no HLO instruction: %{name} = {text[:80]}")
+    raise ValueError(f"not an HLO instruction: %{name} = {text[:80]}")
   end = _closing(text, opcode.end() - 1)
   arguments, attributes = text[opcode.end() : end - 1], text[end:]
   op_name = _OP_NAME.search(attributes)
@@ -381,7 +381,7 @@ def _closing(text: str, start: int) -> int:
     depth += 1 if bracket[0] == "(" else -1
     if depth == 0:
       return bracket.end()
-  raise ValueError(f"this is no HLO: a parenthesis is never closed in {text[:80]}")
+  raise ValueError(f"not HLO text: unclosed parenthesis in {text[:80]}")
 
 
 def _shapes(text: str) -> tuple[ArrayShape, ...]:

@@ -46,7 +46,7 @@ def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
   except (OSError, ValueError, KeyError, RecursionError) as error:
     raise UserError(_damaged(folder, str(error).splitlines()[0])) from error
   if not is_intact(record) or record["step"] != step:
-    raise UserError(_damaged(folder, "its record is not what was written"))
+    raise UserError(_damaged(folder, "its record is not the one written"))
   if is_parameters_only(record):
     raise UserError(
       f"checkpoint={folder} holds parameters alone, and branches continue a training run; give "

@@ -99,8 +99,8 @@ def at_checkpoint(config: Config, checkpoint: Checkpoint, layout: Topology) -> A
   if rate == 0:
     raise UserError(
       f"checkpoint={checkpoint.folder}: the learning rate after step {position.step} is 0 "
-      f"(lr_schedule_type={config.optimizer.lr_schedule_type}), so no branch would learn anything; "
-      "take an earlier checkpoint, or a rate of its own, for example "
+      f"(lr_schedule_type={config.optimizer.lr_schedule_type}), so no branch would learn; "
+      "take an earlier checkpoint, or set a learning rate, for example "
       "lr_schedule_type=constant warmup_steps=0 learning_rate=1e-3"
     )
   return AtCheckpoint(plan.phase_at(position.samples), rate, plan)

@@ -114,7 +114,7 @@ def check_alike(values: Mapping[str, Any]) -> None:
   raise shared_error(
     "\n".join(
       [
-        f"the processes have not started alike; compared with process 0 on {first_host}:",
+        f"the processes were started differently; compared with process 0 on {first_host}:",
         *lines[:_LINES],
         *more,
         "Start all of them with the same keys, the same installation and the same data.",

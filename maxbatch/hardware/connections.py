@@ -74,7 +74,7 @@ def _exchanged(exchange: Exchange, mine: list[str], limit_seconds: float) -> lis
     return exchange(mine)
   except concurrent.futures.CancelledError:
     raise UserError(
-      f"a process has not connected its devices within jax_distributed_initialization_timeout="
+      f"a process did not connect its devices within jax_distributed_initialization_timeout="
       f"{limit_seconds:g} seconds of the others. If it is only slow, raise that limit; else start again"
     ) from None
   finally:
@@ -86,7 +86,7 @@ def _meet(store: Coordinator, limit_seconds: float) -> None:
     store.meet(f"connect/{next(_meetings)}", limit_seconds)
   except RuntimeError:
     raise UserError(
-      f"the {store.num_processes} processes have not come within jax_distributed_initialization_timeout="
+      f"the {store.num_processes} processes did not arrive within jax_distributed_initialization_timeout="
       f"{limit_seconds:g} seconds to connect their devices. If they are only slow, raise that limit"
     ) from None
 

@@ -331,7 +331,7 @@ def _initialize(
 def _late(stated: StatedProcesses, limit: int, missing: Sequence[int]) -> str:
   """Returns why processes may not have joined in time; `missing` is known in process 0 alone."""
   count = f"the {stated.num_processes}" if stated.num_processes else "all"
-  late = f"{count} processes have not come within jax_distributed_initialization_timeout={limit}"
+  late = f"{count} processes did not arrive within jax_distributed_initialization_timeout={limit}"
   late += " seconds"
   if missing:
     more = len(missing) - _NAMED

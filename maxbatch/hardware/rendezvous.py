@@ -201,5 +201,5 @@ def _said(line: bytes, types: Mapping[str, type]) -> dict[str, Any]:
   except RecursionError:  # Nothing but brackets.
     said = None
   if not isinstance(said, dict) or {name: type(value) for name, value in said.items()} != types:
-    raise ValueError(f"{line[:80]!r} is no line of the protocol")
+    raise ValueError(f"{line[:80]!r} is not a line of the protocol")
   return said

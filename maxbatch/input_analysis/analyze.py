@@ -94,8 +94,8 @@ def _part(
     if cache.num_tokens > length:
       return document_rows(cache, data, tokenizer, length, folder, "train")
   raise UserError(
-    f"{given.train.key}={given.train.path}: even a part of it takes longer to tokenize than there is "
-    "time; give more, for example seconds=600, or tokenize all of it first: maxbatch train "
+    f"{given.train.key}={given.train.path}: tokenizing even a part of it exceeds the time limit; "
+    "raise it, for example seconds=600, or tokenize all of it first: maxbatch train "
     "with validate_only=true"
   )
 

@@ -46,8 +46,8 @@ def from_metrics(path: str, plan: BatchPlan) -> Need:
   of_a_sample = [seconds for one in steps if (seconds := _seconds_of_a_sample(one)) > 0]
   if not of_a_sample:
     raise UserError(
-      f"run_metrics={path}: no metrics.jsonl with two steps or more, which did more than wait for "
-      "data, is there; for example run_metrics=runs/first_run, the folder of a run"
+      f"run_metrics={path}: no metrics.jsonl with at least two steps that did more than wait for "
+      "data; for example run_metrics=runs/first_run, the folder of a run"
     )
   samples = plan.global_batch_to_train
   how = f"the median of {len(of_a_sample):,} steps of {folder}, without their waits for data"
@@ -99,8 +99,8 @@ def estimated(config: Config, target: Target) -> Need:
   report = report_or_refusal(config, target.devices, target.layout)
   if report.step_seconds is None:
     raise UserError(
-      f"compile_topology={config.compile.compile_topology}: nothing is known about the speed of "
-      "these devices; give a run's metrics instead, for example run_metrics=runs/mine"
+      f"compile_topology={config.compile.compile_topology}: the speed of these devices is "
+      "not known; give a run's metrics instead, for example run_metrics=runs/mine"
     )
   how = f"estimated for {config.compile.compile_topology}"
   return Need(report.plan.global_batch_to_train, report.step_seconds, how)

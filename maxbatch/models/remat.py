@@ -132,8 +132,7 @@ def validate_remat(config: ModelConfig) -> None:
   """
   if config.decoder_layer_input == "remat" and config.remat_policy == "custom":
     raise UserError(
-      "decoder_layer_input=remat: what a layer is given cannot be computed again by the layer; use "
-      "device or offload"
+      "decoder_layer_input=remat: a layer cannot recompute its own input; use device or offload"
     )
 
 

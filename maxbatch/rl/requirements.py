@@ -40,7 +40,7 @@ def check_rl(config: Config) -> None:
   """
   if not is_rl(config.rl):
     raise UserError(
-      "num_generations=-1: this command trains by reinforcement, on groups of completions; for "
+      "num_generations=-1: this command trains by reinforcement learning, on groups of completions; for "
       "example num_generations=8, or config=configs/post_train/rl.yml; the command train trains "
       "on text"
     )
@@ -53,8 +53,8 @@ def check_rl(config: Config) -> None:
       )
   if not config.run.decode_sampling_temperature:
     raise UserError(
-      "decode_sampling_temperature=0 writes the same completion each time, and groups would have "
-      "nothing to compare; for example decode_sampling_temperature=1"
+      "decode_sampling_temperature=0 samples the same completion every time, so a group "
+      "has nothing to compare; for example decode_sampling_temperature=1"
     )
   _check_beginning(config)
   _check_reward_columns(config)

@@ -82,7 +82,7 @@ class PromptEncoder:
     ids = tuple(_rendered(self._chat, prompt))
     if not ids:
       raise UserError(
-        f"the chat template of tokenizer_path={self._tokenizer_path} makes nothing of "
+        f"the chat template of tokenizer_path={self._tokenizer_path} renders nothing for "
         f"{shown(json.dumps(prompt))}; correct it, or set use_chat_template=false"
       )
     return ids

@@ -354,7 +354,7 @@ def _with_a_plan(
   if result or problem is None:
     return result
   raise UserError(
-    f"{asked(batch)}: no size makes a plan; the smallest, micro_batch_size={text(sizes[0])}: "
+    f"{asked(batch)}: no size gives a valid plan; the smallest, micro_batch_size={text(sizes[0])}: "
     f"{problem}"
   )
 

@@ -57,7 +57,7 @@ def resolve_accumulation(
   try:
     cause = coupling(config.model, config.batch.max_target_length, packing=config.data.segmented)
   except UserError as error:
-    _warn(f"decoder_block={config.model.decoder_block} was not tried at a small size: {error}")
+    _warn(f"decoder_block={config.model.decoder_block} could not be tried at a small size: {error}")
     return config
   if cause is None:
     return config

@@ -168,7 +168,7 @@ MESSAGES = {
     "micro_batch_size={explore: {min: 1, max: 16}}"
   ),
   ("batch_size=96", "steps=-1", "total_samples=961"): (
-    "micro_batch_size=auto: no size makes a plan; the smallest, micro_batch_size=1: "
+    "micro_batch_size=auto: no size gives a valid plan; the smallest, micro_batch_size=1: "
     "total_samples=961 is 10 steps of 96 samples and a rest of 1 samples, which must be a "
     "multiple of the microbatch (8 samples); nearest: total_samples=960 or total_samples=968"
   ),

@@ -266,9 +266,7 @@ def test_help_of_every_key_is_short():
 
 
 def test_help_on_a_topic_that_is_none():
-  with pytest.raises(
-    UserError, match=r"there is no such topic\. Did you mean batch\? Topics: run, "
-  ):
+  with pytest.raises(UserError, match=r"unknown topic\. Did you mean batch\? Topics: run, "):
     help_text(COMMAND, ["--help", "batsh"])
   # What follows may also be a key, an option, or what a command without keys is given.
   for rest in (["steps=3"], ["--retune"], []):

@@ -138,8 +138,8 @@ CONFIGS = {
     "config=gpt2-small: there is no such file. That is a model: write config=base "
     f"model_name=gpt2-small. {FILES}"
   ),
-  "config=": "No configuration is given. Write config=base, or config= and your own file.",
-  "steps=3": "No configuration is given. Write config=base, or config= and your own file.",
+  "config=": "No configuration given. Write config=base, or config= and your own file.",
+  "steps=3": "No configuration given. Write config=base, or config= and your own file.",
 }
 
 
@@ -236,7 +236,7 @@ def test_circle_names_the_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
   for name, base in (("a", "b"), ("b", "c"), ("c", "b")):
     Path(f"{name}.yml").write_text(f"base_config: {base}.yml\n")
   assert message("config=a.yml") == (
-    "base_config goes in a circle: b.yml -> c.yml -> b.yml. Let one of them say "
+    "base_config refers to itself: b.yml -> c.yml -> b.yml. Let one of them say "
     "`base_config: base`."
   )
 

@@ -62,7 +62,7 @@ def test_color_is_for_terminals_and_can_be_refused(folder, monkeypatch, no_color
 
 def test_a_folder_without_runs_is_named(tmp_path, capsys):
   assert runs.main([str(tmp_path)]) == 2
-  assert f"{tmp_path}: there is no run" in capsys.readouterr().err
+  assert f"{tmp_path}: no run found" in capsys.readouterr().err
 
 
 def test_of_a_long_run_only_the_end_is_read(tmp_path):
