@@ -205,7 +205,8 @@ def _answer(config: Config, keys: Sequence[str], own: AdviseArguments) -> tuple[
   asked = ask(config, wishes, place, _mesh(config, place, own.num_devices), _given(config, keys))
   advice = advise(asked, measured_by(own.from_run, asked.tokens))
   advised = load_config([*keys, *map(_argument, advice.keys.items())])
-  return advice, timed(advice, plan_batches(advised.batch, advised.run, layout(advice)))
+  plan = plan_batches(advised.batch, advised.run, layout(advice), advised.optimizer)
+  return advice, timed(advice, plan)
 
 
 def _whole(argument: str) -> str:

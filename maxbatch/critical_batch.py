@@ -247,7 +247,7 @@ def _prepare(request: Request) -> Experiment:
   )
   branches = [branch_config(experiment, branch) for branch in experiment.branching.branches]
   for branch in branches:
-    check_plan(branch, plan_batches(branch.batch, branch.run, target.layout))
+    check_plan(branch, plan_batches(branch.batch, branch.run, target.layout, branch.optimizer))
   # Refuses if the model's step cannot be split into microbatches. These are the same in all
   # branches, so that num_pipeline_microbatches of the largest serves all; the run's may be another.
   largest = PRETRAINING.resolve(branches[-1], target, Purpose.RUN)

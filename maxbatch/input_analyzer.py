@@ -129,7 +129,9 @@ def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:
     )
   if is_known:
     devices = count_devices(config, own.num_devices, own.num_hosts)
-    plan = _planned(config, plan_batches(config.batch, config.run, devices.layout))
+    plan = _planned(
+      config, plan_batches(config.batch, config.run, devices.layout, config.optimizer)
+    )
     given = own.run_metrics
     need = from_metrics(given, plan) if given else from_report(own.compile_report, plan)
     return _request(config, plan, devices.num_hosts, own, None), need
@@ -172,7 +174,7 @@ def _check(given: Sequence[str], analysis: InputAnalysis, request: Request) -> N
   """Applies what is recommended, as a run would. Raises UserError if it does not work."""
   keys = [f"{name}={value}" for name, value in analysis.keys.items()]
   config = load_config([*given, *keys])
-  plan = plan_batches(config.batch, config.run, request.plan.topology)
+  plan = plan_batches(config.batch, config.run, request.plan.topology, config.optimizer)
   check_loads(plan, streamed=streams(config))
   assert len(loading_hosts(plan, request.num_hosts)) in (0, analysis.found.loading.num_hosts)
 

@@ -80,7 +80,7 @@ def _show(arguments: Arguments[PipelineArguments]) -> None:
   if own.plot:
     check_picture_file("--plot", own.plot, "pipeline")
   layout = count_devices(config, own.num_devices).layout
-  plan = plan_batches(config.batch, config.run, layout)
+  plan = plan_batches(config.batch, config.run, layout, config.optimizer)
   if config.pipeline.pipeline_schedule == "none":
     _refuse_files(own)
     print(comparison(config, plan), _NO_TIMETABLE, NOT_MEASURED, sep="\n\n")

@@ -95,7 +95,11 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
     UserError: something in the configuration does not work.
   """
   rl = plan_rl(config, devices.layout) if is_rl(config.rl) else None
-  plan = rl.batch_plan if rl else plan_batches(config.batch, config.run, devices.layout)
+  plan = (
+    rl.batch_plan
+    if rl
+    else plan_batches(config.batch, config.run, devices.layout, config.optimizer)
+  )
   check_loads(plan, streamed=config.batch.accumulation == "streamed")
   sizes = _sizes(config, devices.layout)
   has_pipeline = config.pipeline.pipeline_schedule != "none"

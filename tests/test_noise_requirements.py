@@ -187,7 +187,7 @@ def test_a_file_by_hand_is_followed(tmp_path):
   ]
   # The microbatch of 16 does not divide 24.
   assert [phase.micro_batch for phase in plan.phases] == [16, 16, 8]
-  assert plan.begins_with_batch_size
+  assert plan.rate_is_of_first_batch
 
 
 # --- going on ------------------------------------------------------------------------------------

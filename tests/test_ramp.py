@@ -231,3 +231,30 @@ def test_a_ramp_moves_neither_rates_nor_evaluations(text, tmp_path):
 def test_tensorboard_shows_the_batch_over_samples(whole):
   (events,) = (whole[2] / "first_run" / "tensorboard" / "over_samples").glob("events*")
   assert b"over_samples/global_batch_to_train" in events.read_bytes()
+
+
+SEESAW = {
+  "batch_schedule_type": "seesaw",
+  "batch_schedule_length": -1,
+  "batch_size_increment": -1,
+  "lr_schedule_type": "linear",
+  "learning_rate_final_fraction": 0,
+}
+"""8 samples a step, 16 from sample 96 and 32 from 128 on, as the rate halves after a warm-up of 32."""
+
+
+def test_seesaw_resumed_after_steps_of_every_batch(text, tmp_path, monkeypatch):
+  state, position = train(text, tmp_path / "whole", **SEESAW)
+  assert batches(tmp_path / "whole") == [8] * 12 + [16] * 2 + [32]
+  assert (position.step, position.samples) == (15, 160)
+  rates = [record["learning_rate"] for record in records(tmp_path / "whole")[1:]]
+  assert [rates[at] for at in (4, 12, 14)] == pytest.approx([0.003, 0.003 / 2**0.5, 0.0015])
+  before = 0
+  for step in (3, 12, 13, 14):
+    with monkeypatch.context() as patch:
+      stop_at(patch, step - before)
+      train(text, tmp_path / "parts", **SEESAW)
+    before = step
+  again, _ = train(text, tmp_path / "parts", **SEESAW)
+  assert fingerprints(again.params) == fingerprints(state.params)
+  assert records(tmp_path / "parts")[-1] == records(tmp_path / "whole")[-1]

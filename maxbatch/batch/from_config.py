@@ -11,16 +11,19 @@ from fractions import Fraction
 from typing import Any
 
 from maxbatch.batch.schedule_file import read_changes
+from maxbatch.batch.seesaw import seesaw
 from maxbatch.config.find import shown, user_path
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.registry import registered
-from maxbatch.config.schema import BatchConfig, MeshConfig, RLConfig, RunConfig
+from maxbatch.config.schema import BatchConfig, MeshConfig, OptimizerConfig, RLConfig, RunConfig
 from maxbatch.core import make_plan
 from maxbatch.core.keys import BatchKeys, GivenSizes, text
 from maxbatch.core.make_plan import derive
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.core.schedule import (
   SCHEDULES,
+  SEESAW,
+  Build,
   PhaseStarts,
   ScheduleInputs,
   constant,
@@ -104,8 +107,16 @@ def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topolog
   )
 
 
-def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> BatchPlan:
+def plan_batches(
+  batch: BatchConfig, run: RunConfig, topology: Topology, optimizer: OptimizerConfig | None = None
+) -> BatchPlan:
   """Derives every size from the configuration and the devices, and checks every phase.
+
+  Args:
+    batch: sizes and schedule.
+    run: the budget, and the unit of the learning rate's schedule.
+    topology: the devices.
+    optimizer: says the learning rate's schedule, which batch_schedule_type=seesaw follows.
 
   Raises:
     UserError: sizes contradict each other or are not whole; the message suggests sizes that work.
@@ -116,7 +127,8 @@ def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> Batc
     "total_tokens": run.total_tokens,
   }
   keys = dataclasses.replace(batch_keys(batch), **budget)
-  plan = derive(keys, topology, functools.partial(_phase_starts, batch))
+  follow = functools.partial(seesaw, optimizer, run.schedule_unit)
+  plan = derive(keys, topology, functools.partial(_phase_starts, batch, follow))
   most = batch.gns_max_batch_size
   most = _DEFAULT_MAX_GROWTH * plan.global_batch_to_train if most == -1 else most
   most = most if follows_noise_scale(batch) else 0
@@ -185,7 +197,7 @@ def batch_keys(batch: BatchConfig) -> BatchKeys:
   )
 
 
-def _phase_starts(batch: BatchConfig, inputs: ScheduleInputs) -> PhaseStarts:
+def _phase_starts(batch: BatchConfig, follow: Build, inputs: ScheduleInputs) -> PhaseStarts:
   """Makes the phases of the schedule that the keys select: registered, a plug-in's or a run's."""
   name, most = schedule_name(inputs.keys), batch.gns_max_batch_size
   if name == "gns":
@@ -194,8 +206,9 @@ def _phase_starts(batch: BatchConfig, inputs: ScheduleInputs) -> PhaseStarts:
     return constant(inputs)
   if name == "file":
     return _from_file(batch.batch_schedule_file, inputs.sizes.batch)
+  known = {**SCHEDULES, SEESAW: follow}
   name = batch.batch_schedule_type if name == inputs.keys.batch_schedule_type else name
-  return registered("batch_schedule_type", name, SCHEDULES, batch.plugins)(inputs)
+  return registered("batch_schedule_type", name, known, batch.plugins)(inputs)
 
 
 def _check_growth(inputs: ScheduleInputs, most: int) -> None:

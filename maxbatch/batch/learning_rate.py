@@ -1,8 +1,10 @@
 """The learning rate as a pure function of progress, in steps, samples or tokens.
 
-rate = learning_rate · (batch / run's batch)^c · schedule(progress), after a linear warm-up. A
-schedule maps progress in [0, 1] after the warm-up to a fraction of the peak; c is the coupling to
-the batch size, 0 by default. To add a schedule, write a function and register it in SCHEDULES.
+rate = learning_rate · (batch / its batch)^c · schedule(progress), after a linear warm-up. A schedule
+maps progress in [0, 1] after the warm-up to a fraction of the peak. c is the coupling to the batch
+size, 0 by default, and its batch the one that learning_rate is given for: the last of a ramp, the
+first where the batch follows the noise scale, a file or the rate itself. To add a schedule, write a
+function and register it in SCHEDULES.
 """
 
 import bisect
@@ -53,7 +55,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 COUPLINGS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
-"""Exponents of (batch / run's batch), which multiplies the rate: linear scaling for SGD (Goyal et
+"""Exponents of (batch / its batch), which multiplies the rate: linear scaling for SGD (Goyal et
 al. 2017), square-root scaling for Adam (Malladi et al. 2022)."""
 
 
@@ -81,9 +83,7 @@ class LearningRate:
       # The rate that the warm-up reaches at the step's end, so that the first step's is not zero.
       after = self.plan.measure(self.plan.advance(position), self.unit)
       return peak * min(1.0, after / self.warmup)
-    done = at >= self.length
-    progress = 1.0 if done else (at - self.warmup) / (self.length - self.warmup)
-    return peak * self.schedule(progress, self.config)
+    return peak * self.schedule(progress(at, self.length, self.warmup), self.config)
 
   def highest(self, phase: Phase) -> float:
     """Returns the highest rate of a phase: at the warm-up's end if that is in it, else at an end.
@@ -99,10 +99,10 @@ class LearningRate:
 
 
 def _coupling(config: OptimizerConfig, plan: BatchPlan) -> str:
-  """Resolves auto: sqrt where the batch grows from batch_size, whose rate is given; else none."""
+  """Resolves auto: sqrt where the rate that is given is of the schedule's first batch; else none."""
   if config.learning_rate_batch_coupling != "auto":
     return config.learning_rate_batch_coupling
-  return "sqrt" if plan.begins_with_batch_size else "none"
+  return "sqrt" if plan.rate_is_of_first_batch else "none"
 
 
 def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> LearningRate:
@@ -114,6 +114,20 @@ def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> Learn
   schedule = registered("lr_schedule_type", config.lr_schedule_type, SCHEDULES, config.plugins)
   length = config.learning_rate_schedule_steps
   length = plan.measure(plan.end(), unit) if length == -1 else length
+  return LearningRate(config, plan, unit, schedule, length, warmup_of(config, length, unit))
+
+
+def progress(at: float, length: float, warmup: float) -> float:
+  """Returns how far the schedule is after the warm-up: 0 at its end, 1 from `length` on."""
+  return 1.0 if at >= length else (at - warmup) / (length - warmup)
+
+
+def warmup_of(config: OptimizerConfig, length: float, unit: Unit) -> float:
+  """Returns the length of the warm-up, which is part of the schedule's `length` in `unit`.
+
+  Raises:
+    UserError: it is longer than the schedule.
+  """
   warmup = config.warmup_steps
   warmup = length * config.warmup_steps_fraction if warmup == -1 else warmup
   if warmup > length:
@@ -121,4 +135,4 @@ def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> Learn
       f"warmup_steps={warmup} must be at most the {length} {unit} of the learning rate's schedule, "
       f"which includes the warm-up; for example warmup_steps={length // 10}"
     )
-  return LearningRate(config, plan, unit, schedule, length, warmup)
+  return warmup

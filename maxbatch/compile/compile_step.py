@@ -92,7 +92,7 @@ def report_or_refusal(
     DoesNotFitError: the compiler refuses, or the step runs out of memory while it is timed.
     UserError: a device's memory is not known.
   """
-  plan = plan_batches(config.batch, config.run, layout)
+  plan = plan_batches(config.batch, config.run, layout, config.optimizer)
   trainer = build_trainer(config, plan, devices)
   return try_report(config, plan, trainer, devices, micro_batch or plan.micro_batch_to_train)
 
@@ -206,7 +206,7 @@ def eval_report(config: Config, devices: Sequence[Device], layout: Topology) -> 
     DoesNotFitError: the compiler refuses, or it runs out of memory while it is timed.
     UserError: a device's memory is not known.
   """
-  plan = plan_batches(config.batch, config.run, layout)
+  plan = plan_batches(config.batch, config.run, layout, config.optimizer)
   trainer = build_trainer(config, plan, devices)
   program = compile_eval_program(config, plan, trainer, placeholder_rows(config))
   capacity = capacity_bytes(devices, config.compile.device_memory_gb)

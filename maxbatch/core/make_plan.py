@@ -8,7 +8,13 @@ from typing import Any, Literal
 from maxbatch.core.keys import BatchKeys, GivenSize, Number, Pairs, Unit, exact, text, whole
 from maxbatch.core.phases import ENDLESS_STEPS, BatchSchedule, Budget, Position, phases_of
 from maxbatch.core.plan import BatchPlan
-from maxbatch.core.schedule import Build, RampupBatchManager, ScheduleInputs, make_schedule
+from maxbatch.core.schedule import (
+  SEESAW,
+  Build,
+  RampupBatchManager,
+  ScheduleInputs,
+  make_schedule,
+)
 from maxbatch.core.solve import solve, whole_micro_batch
 from maxbatch.core.topology import Topology, fill
 from maxbatch.errors import UserError
@@ -206,7 +212,8 @@ def derive(keys: BatchKeys, topology: Topology, build: Build | None = None) -> B
     schedule=schedule,
     budget=budget,
     phases=phases_of(schedule, budget, Position(0, 0)),
-    begins_with_batch_size=isinstance(keys.batch_schedule, str),
+    rate_is_of_first_batch=isinstance(keys.batch_schedule, str)
+    or keys.batch_schedule_type == SEESAW,
   )
 
 

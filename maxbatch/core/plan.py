@@ -75,8 +75,8 @@ class BatchPlan:
   """The largest batch that batch_schedule=gns may reach; 0 for any other schedule."""
   loading_hosts: tuple[int, ...] = ()
   """The hosts that load for all, as the key names them; empty where it names none."""
-  begins_with_batch_size: bool = False
-  """Whether the run's batch is the schedule's first; for a ramp-up it is the last."""
+  rate_is_of_first_batch: bool = False
+  """Whether learning_rate is that of the schedule's first batch; for a ramp-up it is the last's."""
 
   @property
   def num_microbatches(self) -> int:
@@ -161,8 +161,9 @@ class BatchPlan:
     return self.phase_at(samples).batch
 
   def share_of_batch(self, position: Position) -> Fraction:
-    """Returns the batch at `position` as a fraction of the run's batch."""
-    return Fraction(self.batch_at(position.samples), self.global_batch_to_train)
+    """Returns the batch at `position` over the batch that learning_rate is given for."""
+    first, last = self.schedule.points[0].batch, self.global_batch_to_train
+    return Fraction(self.batch_at(position.samples), first if self.rate_is_of_first_batch else last)
 
   def samples_at(self, step: int) -> int:
     """Returns the samples consumed before `step` (0-based)."""

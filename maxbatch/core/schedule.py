@@ -11,13 +11,15 @@ is resumed, also on other devices, continues the same schedule.
                                                     i = 0 … n, n = (B − start) / increment
     batch_schedule_type=doubling                    (i · length / n, start · 2^i) for
                                                     i = 0 … n, n = log2(B / start)
+    batch_schedule_type=seesaw                      start · 2^i from where the learning rate's schedule
+                                                    is at 2^-i of its peak
     enable_rampup_batch_size=true                   linear in per_device_batch_size, over
                                                     global_rampup_samples, as in MaxText
     batch_schedule=gns                              from B on, as the gradient noise scale allows
     batch_schedule=file                             as another run recorded it
 
 B is the run's batch, global_batch_to_train: the last phase of a ramp, but the first of gns and
-file, which batch/from_config.py makes. Every phase must be a multiple of the data-parallel groups. A
+file. batch/from_config.py makes these two and seesaw. Every phase must be a multiple of the data-parallel groups. A
 phase keeps the run's microbatch where that divides its batch, and changes only the number of gradient
 accumulation steps, so a ramp compiles nothing new; else it takes the largest smaller microbatch that
 does.
@@ -178,9 +180,20 @@ def linear(inputs: ScheduleInputs) -> PhaseStarts:
 
 def doubling(inputs: ScheduleInputs) -> PhaseStarts:
   """Doubles from batch_size_start to the run's batch; all phases but the last are equally long."""
-  whole, start, target = _length(inputs), _start(inputs), inputs.sizes.batch
-  doublings = (target / start).numerator.bit_length() - 1
-  if start * 2**doublings != target or doublings == 0:
+  whole, batches = _length(inputs), doublings(inputs)
+  length = whole / (len(batches) - 1)
+  return [(number * length, batch) for number, batch in enumerate(batches)]
+
+
+def doublings(inputs: ScheduleInputs) -> list[Fraction]:
+  """Returns the batches from batch_size_start to the run's, each twice the one before.
+
+  Raises:
+    UserError: doubling does not lead there.
+  """
+  start, target = _start(inputs), inputs.sizes.batch
+  count = (target / start).numerator.bit_length() - 1
+  if start * 2**count != target or count == 0:
     halves = [target >> n for n in range(1, target.bit_length()) if target % (1 << n) == 0]
     fitting = [h for h in halves if h % inputs.topology.num_batch_groups == 0]
     near = sorted(fitting, key=lambda half: abs(half - start))[:2]
@@ -194,8 +207,7 @@ def doubling(inputs: ScheduleInputs) -> PhaseStarts:
         "batch_schedule_type=linear"
       )
     )
-  length = whole / doublings
-  return [(phase * length, start * 2**phase) for phase in range(doublings + 1)]
+  return [start * 2**number for number in range(count + 1)]
 
 
 def listed(inputs: ScheduleInputs) -> PhaseStarts:
@@ -216,6 +228,8 @@ def listed(inputs: ScheduleInputs) -> PhaseStarts:
 
 
 Build = Callable[[ScheduleInputs], PhaseStarts]
+SEESAW = "seesaw"
+"""The schedule that follows the learning rate's (batch/seesaw.py), in samples."""
 SCHEDULES: dict[str, Build] = {
   "constant": constant,
   "rampup": rampup,
@@ -241,7 +255,7 @@ def make_schedule(inputs: ScheduleInputs, build: Build | None = None) -> BatchSc
       f"known: {', '.join(SCHEDULES)}"
     )
   starts = (build or SCHEDULES[name])(inputs)
-  is_in_samples = name == "rampup" or isinstance(inputs.keys.batch_schedule, str)
+  is_in_samples = name in ("rampup", SEESAW) or isinstance(inputs.keys.batch_schedule, str)
   unit = "samples" if is_in_samples else inputs.keys.batch_schedule_unit
   scale = inputs.keys.max_target_length if unit == "tokens" else 1
   points = [_point(inputs, number, *start) for number, start in enumerate(starts, 1)]
@@ -305,7 +319,7 @@ def _start(inputs: ScheduleInputs) -> Fraction:
   kind, target = inputs.keys.batch_schedule_type, inputs.sizes.batch
   groups = inputs.topology.num_batch_groups
   halved = next((n for n in (8, 4, 2) if target % (n * groups) == 0), None)
-  if kind == "doubling" and halved is None:
+  if kind in ("doubling", SEESAW) and halved is None:
     offer = (
       f"but half of batch_size={target} is no multiple of {describe_groups(inputs.topology)}; use "
       "batch_schedule_type=linear"

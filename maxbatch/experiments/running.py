@@ -15,7 +15,7 @@ from maxbatch.batch.learning_rate import COUPLINGS, learning_rate
 from maxbatch.checkpoints.record import fixed_keys, identity_differences, listed
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import BatchConfig, Config, RunConfig
-from maxbatch.core.phases import Phase
+from maxbatch.core.phases import Budget, Phase
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
 from maxbatch.errors import TrainingDivergedError, UserError
@@ -92,8 +92,9 @@ def at_checkpoint(config: Config, checkpoint: Checkpoint, layout: Topology) -> A
   position, unit = checkpoint.position, config.run.schedule_unit
   # One step more, whatever the budget: a run that is complete, or would cut its last step, has a
   # batch in force all the same.
-  plan = _planned(config, _budget(config.run, position.step + 1), checkpoint, layout)
-  whole = _planned(config, config.run, checkpoint, layout)
+  whole = _planned(config, checkpoint, layout)
+  budget = Budget("steps", Fraction(position.step + 1))
+  plan = dataclasses.replace(whole, budget=budget).starting_at(position)
   scheduled = learning_rate(config.optimizer, whole, unit)
   rate = dataclasses.replace(scheduled, plan=plan)(position)
   if rate == 0:
@@ -106,11 +107,9 @@ def at_checkpoint(config: Config, checkpoint: Checkpoint, layout: Topology) -> A
   return AtCheckpoint(plan.phase_at(position.samples), rate, plan)
 
 
-def _planned(
-  config: Config, run_config: RunConfig, checkpoint: Checkpoint, layout: Topology
-) -> BatchPlan:
+def _planned(config: Config, checkpoint: Checkpoint, layout: Topology) -> BatchPlan:
   """Returns the plan from the checkpoint on, with what a steered run had decided until then."""
-  plan = plan_batches(config.batch, run_config, layout)
+  plan = plan_batches(config.batch, config.run, layout, config.optimizer)
   steered = follows_noise_scale(config.batch) and not config.noise.gns_dry_run
   return resumed_plan(plan, checkpoint.plan, checkpoint.position, steered=steered)
 

@@ -292,14 +292,18 @@ def _sized(
   """Returns the same, or with the smallest size; and lines about what is still to choose."""
   plan, notes = None, ()
   if not is_open(config.batch):
-    plan = plan_batches(config.batch, config.run, target.layout)
+    plan = plan_batches(config.batch, config.run, target.layout, config.optimizer)
   config = resolve_accumulation(config, target.layout, plan)
   if smallest:
     config, notes = _with_smallest_size(config, target.layout)
   else:
     prober = Prober(config, target.devices, target.layout)
     config = choose(config, target, prober, remembered_choices(), retune=retune)
-  return config, plan or plan_batches(config.batch, config.run, target.layout), notes
+  return (
+    config,
+    plan or plan_batches(config.batch, config.run, target.layout, config.optimizer),
+    notes,
+  )
 
 
 def _with_smallest_size(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:

@@ -86,7 +86,7 @@ def _accompanying_keys(config: Config, layout: Topology) -> Iterator[Keys]:
 def _is_valid(config: Config, layout: Topology) -> bool:
   try:
     layout = topology(config.mesh, layout.num_devices, layout.num_slices)
-    _make_pipeline(config, plan_batches(config.batch, config.run, layout))
+    _make_pipeline(config, plan_batches(config.batch, config.run, layout, config.optimizer))
   except (UserError, _MisfitError):
     return False
   return True

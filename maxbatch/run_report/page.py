@@ -142,7 +142,7 @@ def _planned(run: RunHistory) -> _Planned:
     plan = (
       plan_rl(config, layout).batch_plan
       if is_rl(config.rl)
-      else plan_batches(config.batch, config.run, layout)
+      else plan_batches(config.batch, config.run, layout, config.optimizer)
     )
     return _Planned(str(plan), *_pipeline(config, plan))
   except UserError as error:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from maxbatch.batch.from_config import given_sizes, is_rl, plan_batches
 from maxbatch.config.keys.batch import Explore
-from maxbatch.config.schema import BatchConfig, Config, ModelConfig, RunConfig
+from maxbatch.config.schema import BatchConfig, Config, ModelConfig, OptimizerConfig, RunConfig
 from maxbatch.core.keys import GivenSizes, counted, text
 from maxbatch.core.solve import (
   DEFAULT_PER_DEVICE_BATCH_SIZE,
@@ -157,12 +157,15 @@ def with_batch(batch: BatchConfig, batch_size: int) -> BatchConfig:
   )
 
 
-def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[Candidate, ...]:
+def candidates(
+  batch: BatchConfig, run: RunConfig, topology: Topology, optimizer: OptimizerConfig | None = None
+) -> tuple[Candidate, ...]:
   """Returns all sizes that the plan allows, ascending.
 
   Args:
     batch: the sizes; micro_batch_size is auto or explore.
     run: the run's budget, which ends with a whole microbatch.
+    optimizer: as for `plan_batches`.
 
   Raises:
     UserError: the size is given by other keys, no size makes a plan, or none lies in the range.
@@ -177,7 +180,7 @@ def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[
     sizes = with_powers_of_two(
       batch, _divisors(given, topology), per_device_size(1, topology), least
     )
-  allowed = _with_a_plan(batch, run, topology, sizes)
+  allowed = _with_a_plan(batch, run, topology, sizes, optimizer)
   return in_range(batch.micro_batch_size, allowed)
 
 
@@ -187,14 +190,14 @@ def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
   Raises:
     UserError: as `candidates`; or the pipeline can divide none.
   """
-  sizes = candidates(config.batch, config.run, topology)
+  sizes = candidates(config.batch, config.run, topology, config.optimizer)
   if config.pipeline.pipeline_schedule == "none":
     return sizes
   result, problem = [], None
   for one in sizes:
     sized = one.applied_to(config)
     try:
-      pipeline_of(sized, topology, plan_batches(sized.batch, sized.run, topology))
+      pipeline_of(sized, topology, plan_batches(sized.batch, sized.run, topology, sized.optimizer))
     except UserError as error:
       problem = problem or error
     else:
@@ -321,7 +324,11 @@ def powers_of_two(first: Fraction, most: Fraction) -> list[Fraction]:
 
 
 def _with_a_plan(
-  batch: BatchConfig, run: RunConfig, topology: Topology, sizes: Sequence[Fraction]
+  batch: BatchConfig,
+  run: RunConfig,
+  topology: Topology,
+  sizes: Sequence[Fraction],
+  optimizer: OptimizerConfig | None,
 ) -> list[Candidate]:
   """Returns those of the sizes with which every phase, load and budget of the plan works.
 
@@ -337,7 +344,8 @@ def _with_a_plan(
     is_near = wanted is not None and nearest != wanted
     sized = with_size(batch, size)
     try:
-      plan = plan_batches(with_batch(sized, nearest) if is_near else sized, run, topology)
+      tried = with_batch(sized, nearest) if is_near else sized
+      plan = plan_batches(tried, run, topology, optimizer)
     except UserError as error:
       problem = problem or error
       continue

@@ -50,7 +50,7 @@ def resolve_accumulation(
   """
   chooses = is_open(config.batch) and config.batch.gradient_accumulation_steps <= 1
   if plan is None and not is_open(config.batch):
-    plan = plan_batches(config.batch, config.run, topology)
+    plan = plan_batches(config.batch, config.run, topology, config.optimizer)
   splits = _splits(config, plan, topology)
   if config.model.decoder_block in SHIPPED or not (chooses or splits):
     return config

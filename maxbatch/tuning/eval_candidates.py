@@ -71,7 +71,7 @@ def eval_sizes_of(config: Config, topology: Topology) -> tuple[EvalCandidate, ..
     enough = [size for size in sizes if size * topology.num_devices >= run.eval_samples]
     sizes = sizes[: sizes.index(enough[0]) + 1] if enough else sizes
   if not is_open(batch):
-    own = plan_batches(batch, run, topology).per_device_batch_size
+    own = plan_batches(batch, run, topology, config.optimizer).per_device_batch_size
     sizes += [own] if own < sizes[-1] and own not in sizes else []
   results = []
   for size in sorted(sizes):

@@ -248,14 +248,14 @@ def _lowered(config: Config, place: Target) -> str:
   # Which weights, not how many; it is in the program where there is dropout.
   model = dataclasses.replace(config.model, init_weights_seed=0)
   config = dataclasses.replace(config, model=model)
-  plan = plan_batches(config.batch, config.run, place.layout)
+  plan = plan_batches(config.batch, config.run, place.layout, config.optimizer)
   trainer = build_trainer(config, plan, place.devices)
   return lowered_hash(config, plan, trainer, placeholder_rows(config), plan.micro_batch_to_train)
 
 
 def _lowered_eval(config: Config, place: Target) -> str:
   """Returns the hashes of the run's step, whose state lies beside it, and of the evaluation."""
-  plan = plan_batches(config.batch, config.run, place.layout)
+  plan = plan_batches(config.batch, config.run, place.layout, config.optimizer)
   trainer = build_trainer(config, plan, place.devices)
   rows = eval_batch_rows(plan, trainer, placeholder_rows(config))
   return f"{_lowered(config, place)} {traced_hash(lambda: traced_eval(trainer, rows))}"

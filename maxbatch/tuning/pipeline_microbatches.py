@@ -32,7 +32,7 @@ class PipelineMicrobatchProber(CompilingProber[int]):
     return with_num_pipeline_microbatches(self._config, size)
 
   def _compiled(self, config: Config) -> CompileReport:
-    phase = largest_phase(plan_batches(config.batch, config.run, self._layout))
+    phase = largest_phase(plan_batches(config.batch, config.run, self._layout, config.optimizer))
     return report_or_refusal(config, self._devices, self._layout, phase.micro_batch)
 
 
@@ -59,7 +59,7 @@ def choose_num_pipeline_microbatches(
   """
   if config.pipeline.pipeline_schedule == "none":
     return config
-  plan = plan or plan_batches(config.batch, config.run, place.layout)
+  plan = plan or plan_batches(config.batch, config.run, place.layout, config.optimizer)
   pipeline = pipeline_of(config, place.layout, plan)
   if not pipeline.is_open:
     return config

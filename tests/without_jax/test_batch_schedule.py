@@ -476,7 +476,7 @@ REFUSALS = {
   "an unknown schedule": (
     {"batch_schedule_type": "dubling"},
     "batch_schedule_type=dubling: there is no such batch_schedule_type. Did you mean doubling? "
-    "Known: constant, rampup, list, linear, doubling.",
+    "Known: constant, rampup, list, linear, doubling, seesaw.",
   ),
 }  # fmt: skip
 

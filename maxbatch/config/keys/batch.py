@@ -28,6 +28,7 @@ from maxbatch.config.keys.read_when import (
   NOISE_SCHEDULE,
   PIPELINE,
   RAMP,
+  RAMP_OR_SEESAW,
   RAMPUP,
   SCHEDULE_WITH_UNIT,
   TEXT,
@@ -101,7 +102,8 @@ class BatchConfig(Section, heading="the batch"):
   """File for batch_schedule: file, in the format of batch_schedule.yml, which a run with
   batch_schedule: gns writes."""
   batch_schedule_type: Name = key("constant", CHANGEABLE)
-  """Ramp-up to the run's batch size: constant (none), linear or doubling."""
+  """Ramp-up to the run's batch size: constant (none), linear or doubling; seesaw: doubles where
+  the learning rate would halve, which falls by √2 instead."""
   batch_schedule_unit: Literal["steps", "samples", "tokens"] = key(
     "samples", CHANGEABLE, TEXT, SCHEDULE_WITH_UNIT
   )
@@ -109,8 +111,8 @@ class BatchConfig(Section, heading="the batch"):
   meaning when the batch changes."""
   batch_schedule_length: CountOrUnset = key(-1, CHANGEABLE, RAMP)
   """Length of a linear or doubling ramp-up, in batch_schedule_unit; -1: not given."""
-  batch_size_start: PositiveOrUnset = key(-1, CHANGEABLE, RAMP)
-  """First batch of a linear or doubling ramp-up, in samples per step; -1: not given."""
+  batch_size_start: PositiveOrUnset = key(-1, CHANGEABLE, RAMP_OR_SEESAW)
+  """First batch of a linear or doubling ramp-up or of seesaw, in samples per step; -1: not given."""
   batch_size_increment: PositiveOrUnset = key(-1, CHANGEABLE, LINEAR_RAMP)
   """Increment of a linear ramp-up, in samples per step; -1: the same as batch_size_start."""
   gns_max_batch_size: PositiveOrUnset = key(-1, CHANGEABLE, NOISE_SCHEDULE)

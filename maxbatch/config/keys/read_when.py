@@ -15,6 +15,7 @@ FINITE_PROMPTS = when({"rl_task": ""}, {"num_prompts": besides(-1, like=64)})
 # The batch.
 RAMPUP = when({"enable_rampup_batch_size": True}, {"batch_schedule_type": "rampup"}, refuses=True)
 RAMP = when({"batch_schedule_type": ["linear", "doubling"]}, refuses=True)
+RAMP_OR_SEESAW = when({"batch_schedule_type": ["linear", "doubling", "seesaw"]}, refuses=True)
 LINEAR_RAMP = when({"batch_schedule_type": "linear"}, refuses=True)
 SCHEDULE_WITH_UNIT = when(
   {"batch_schedule_type": ["linear", "doubling"]},

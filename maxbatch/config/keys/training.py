@@ -56,8 +56,8 @@ class OptimizerConfig(Section, heading="the optimizer"):
   learning_rate_batch_coupling: Literal["auto", "none", "linear", "sqrt"] = key(
     "auto", CHANGEABLE, CHANGING_BATCH
   )
-  """Scale the learning rate with batch / final batch: none, linear (for SGD) or sqrt (for Adam);
-  auto: sqrt of batch / first batch with gns or file, else none."""
+  """Scale the learning rate with batch / final batch (gns, file, seesaw: first batch): none,
+  linear (for SGD), sqrt (for Adam); auto: sqrt with those three."""
   warmup_steps: CountOrZeroOrUnset = key(-1, CHANGEABLE)
   """Length of the warm-up in schedule_unit; -1: warmup_steps_fraction of the schedule."""
   warmup_steps_fraction: Probability = key(0.1, CHANGEABLE, WARMUP_FRACTION)
