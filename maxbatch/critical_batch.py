@@ -47,9 +47,8 @@ from maxbatch.experiments.running import (
 from maxbatch.hardware.agreement import shared_error
 from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.processes import leave_together, refusing_together
-from maxbatch.modes.memory import check_memory
 from maxbatch.modes.method import Purpose
-from maxbatch.modes.prepare import purpose_of
+from maxbatch.modes.prepare import check_memory, purpose_of
 from maxbatch.modes.pretraining import (
   PRETRAINING,
   check_plan,

@@ -5,8 +5,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from maxbatch.command_line.arguments import Arguments, Command
-from maxbatch.command_line.help import key_lines
+from maxbatch.command_line.arguments import Arguments, Command, key_lines
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.find import did_you_mean

@@ -34,9 +34,8 @@ from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import Position
 from maxbatch.data.registry import build_dataset
-from maxbatch.data.rows import Arrays, RowSource
+from maxbatch.data.rows import Arrays, RowSource, first_wrong_row
 from maxbatch.training import build
-from maxbatch.training.row_check import first_wrong_row
 
 SHAPES = [
   "base_num_decoder_layers=4",

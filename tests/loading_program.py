@@ -23,9 +23,8 @@ from maxbatch.batch.row_plan import StepRows
 from maxbatch.core.topology import AXIS_NAMES, Topology
 from maxbatch.data.loader import train_loader
 from maxbatch.data.placement import RowPlacement, WrongRowError
-from maxbatch.data.rows import Arrays, Rows
+from maxbatch.data.rows import Arrays, Rows, first_wrong_row
 from maxbatch.hardware.sharding import make_mesh
-from maxbatch.training.row_check import first_wrong_row
 
 NUM_DEVICES = 4
 STAGE = RowPlacement.stage

@@ -8,7 +8,7 @@ import functools
 
 import numpy as np
 
-from maxbatch.core.noise_moments import Moments, moments
+from maxbatch.core.noise_scale import Moments, moments
 
 
 @dataclasses.dataclass(frozen=True)

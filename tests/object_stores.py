@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from maxbatch.config.registry import library
-from maxbatch.data import object_store, stores
+from maxbatch.data import object_store
 
 BUCKET = "bucket"
 
@@ -215,7 +215,7 @@ def s3_behind_proxy() -> Iterator[tuple[Proxy, Any]]:
     patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     patch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
     patch.setattr(object_store, "FIRST_WAIT_SECONDS", 0.01)
-    system = stores.S3.open("the tests")
+    system = object_store.S3.open("the tests")
     system.call_s3("create_bucket", Bucket=BUCKET)
     yield proxy, system
   proxy.shutdown()

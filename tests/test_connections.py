@@ -13,7 +13,7 @@ from processes import small_run
 from several_processes import free_port, place, train, wait
 
 from maxbatch.errors import SaidByAnotherError, UserError
-from maxbatch.hardware import connections
+from maxbatch.hardware import coordinator
 
 GLOO = "UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed out"
 
@@ -70,15 +70,15 @@ leave_together(code)
 STILL = """
 import sys, time
 from maxbatch import train
-from maxbatch.hardware import connections
+from maxbatch.hardware import coordinator
 from maxbatch.hardware.processes import leave_together
 
-exchange = connections._exchange_zeros
+exchange = coordinator._exchange_zeros
 def exchanged():
   # Longer than Gloo waits for an address.
   time.sleep(35 if "process_id=1" in sys.argv else 0)
   exchange()
-connections._exchange_zeros = exchanged
+coordinator._exchange_zeros = exchanged
 leave_together(train.main(sys.argv[1:]))
 """
 """A process that stands still in the middle of a connection."""
@@ -186,7 +186,7 @@ class Alone:
 @pytest.fixture
 def alone(monkeypatch):
   for name in ("Coordinator", "Exchange"):
-    monkeypatch.setattr(connections, name, Alone)
+    monkeypatch.setattr(coordinator, name, Alone)
   monkeypatch.setattr(Alone, "forgotten", 0)
 
 
@@ -206,7 +206,7 @@ def failing(times: int):
 def test_a_connection_that_fails_ends_all_with_a_sentence():
   work, calls = failing(1)
   with pytest.raises(UserError) as error:
-    connections._together(work, 1)
+    coordinator._together(work, 1)
   assert not isinstance(error.value, SaidByAnotherError)
   # jaxlib would fail at once; nobody takes an address at which nobody answers any more.
   assert (len(calls), Alone.forgotten) == (1, 1)
@@ -226,7 +226,7 @@ def test_who_waits_for_a_process_that_never_answers_ends_with_a_sentence(monkeyp
   monkeypatch.setattr(Alone, "__call__", wait)
   monkeypatch.setattr(Alone, "give_up", lambda _: given_up.set())
   with pytest.raises(UserError, match=r"initialization_timeout=0\.2 seconds of"):
-    connections._together(lambda: None, 0.2)
+    coordinator._together(lambda: None, 0.2)
 
 
 @pytest.mark.usefixtures("alone")
@@ -235,7 +235,7 @@ def test_other_errors_are_not_taken_for_one_of_a_connection():
     raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
   with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-    connections._together(work, 1)
+    coordinator._together(work, 1)
 
 
 ABORTED = """

@@ -16,9 +16,8 @@ from maxbatch.config.load import load_config, without_effect
 from maxbatch.data import token_cache, workers
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.formats.tf_records import feature
-from maxbatch.data.registry import build_dataset, check_epochs
+from maxbatch.data.registry import SyntheticRows, build_dataset, check_epochs
 from maxbatch.data.rows import Dataset
-from maxbatch.data.synthetic import SyntheticRows
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import UserError

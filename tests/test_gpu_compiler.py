@@ -16,7 +16,7 @@ from maxbatch.compile.report_time import why_not_estimated
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import GPU_DATA, GPUS
 from maxbatch.estimate.step_time import estimate
-from maxbatch.hardware import cudnn, devices
+from maxbatch.hardware import devices
 from maxbatch.hardware.compiler_flags import FLAG_SETS, bypassed, compiler_flags
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.hardware.topologies import slice_named
@@ -134,7 +134,7 @@ def written_microseconds(generation: str, left: Any, result: Any) -> float:
   ("left", "result", "factor"), [("bfloat16", "float32", 64), ("float16", "float16", 8)]
 )
 def test_the_compiler_still_charges_too_much_for_types_outside_of_its_table(left, result, factor):
-  """If this fails, XLA is repaired: leave these types out of maxbatch/estimate/gpu_times.py."""
+  """If this fails, XLA is repaired: leave these types out of maxbatch/estimate/gpu_corrections.py."""
   right = written_microseconds("h100", "bfloat16", "bfloat16")
   assert 140 < right < 220
   assert written_microseconds("h100", left, result) == pytest.approx(factor * right, rel=0.01)
@@ -192,18 +192,18 @@ def test_a_gpu_that_is_here_is_asked(monkeypatch):
 
 
 def test_cudnn_counts_as_installed_in_the_plugins_version(monkeypatch):
-  attention = cudnn.fused_attention_stablehlo
+  attention = devices.fused_attention_stablehlo
   versions = types.SimpleNamespace(cudnn_build_version=lambda: 91200)
 
   def missing() -> int:
     raise RuntimeError("cuDNN not found.")
 
-  monkeypatch.setattr(cudnn, "cuda_versions", versions)
+  monkeypatch.setattr(devices, "cuda_versions", versions)
   monkeypatch.setattr(attention, "check_cudnn_version", missing)
-  cudnn.assume_cudnn()
+  devices.assume_cudnn()
   assert attention.check_cudnn_version() == 91200
   monkeypatch.setattr(attention, "check_cudnn_version", lambda: 91500)
-  cudnn.assume_cudnn()
+  devices.assume_cudnn()
   assert attention.check_cudnn_version() == 91500
 
 

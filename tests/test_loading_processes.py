@@ -18,8 +18,8 @@ from test_faults import ALONE
 
 from maxbatch.batch.row_plan import StepRows, StepTable
 from maxbatch.data.reading import ReadOrder
+from maxbatch.data.rows import NONE_WRONG
 from maxbatch.train import main
-from maxbatch.training.row_check import NONE_WRONG
 
 PROGRAM = pathlib.Path(__file__).with_name("loading_program.py")
 RAMP = (1, 3, 3, 1)

@@ -13,7 +13,7 @@ from initial_states import initial_state
 from support import GPT2, config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.core.accumulate import Squares
-from maxbatch.core.noise_moments import Moments
+from maxbatch.core.noise_scale import Moments
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model, by_path
 from maxbatch.training.loss import loss_sum

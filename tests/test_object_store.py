@@ -154,7 +154,7 @@ def test_a_fault_is_retried_and_then_named(tmp_path, proxy, put, kind, capsys, m
   url = put(tmp_path / "a.jsonl")
   said, fault = FAULTS[kind]
   if kind == "slow":
-    monkeypatch.setattr("maxbatch.data.stores.READ_SECONDS", 1)
+    monkeypatch.setattr("maxbatch.data.object_store.READ_SECONDS", 1)
   proxy.faults.extend([fault] * 2)
   assert same(build(tmp_path, tmp_path / "a.jsonl"), build(tmp_path, url))
   # A machine under load may be slow by itself.

@@ -10,7 +10,7 @@ from support import config
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.tuning.pipeline_ranking import (
+from maxbatch.tuning.pipeline_microbatches import (
   Line,
   RankedStep,
   Ranking,

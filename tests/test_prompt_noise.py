@@ -25,8 +25,7 @@ from maxbatch.batch.rl_sizes import RLTopology, halving_micro_batch_sizes
 from maxbatch.config.load import load_config
 from maxbatch.core.accumulate import Squares
 from maxbatch.core.confidence import Interval
-from maxbatch.core.noise_moments import Moments
-from maxbatch.core.noise_scale import Estimate
+from maxbatch.core.noise_scale import Estimate, Moments
 from maxbatch.noise.prompt_advice import prompt_advice
 from maxbatch.noise.prompts import prompt_moments, within_at
 from maxbatch.noise.tracker import NoiseTracker

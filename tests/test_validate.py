@@ -21,11 +21,10 @@ from maxbatch.checkpoints.record import identity
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import Position
-from maxbatch.data.registry import build_dataset
-from maxbatch.data.synthetic import SyntheticRows
+from maxbatch.data.registry import SyntheticRows, build_dataset
 from maxbatch.errors import UserError
 from maxbatch.modes.compile_only import validate
-from maxbatch.modes.memory import bytes_per_device
+from maxbatch.modes.prepare import bytes_per_device
 from maxbatch.training.build import build_trainer
 from maxbatch.training.state import TrainState, to_save
 

@@ -21,11 +21,10 @@ from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.data.loader import train_loader
 from maxbatch.data.placement import RowPlacement, WrongRowError
 from maxbatch.data.reading import ReadOrder
-from maxbatch.data.rows import Arrays, row_checksums
+from maxbatch.data.rows import NONE_WRONG, Arrays, first_wrong_row, row_checksums
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 from maxbatch.training.build import build_trainer, eval_batch_rows, step_rows, traced_step
-from maxbatch.training.row_check import NONE_WRONG, first_wrong_row
 
 MICRO = 8
 Fault = Callable[[Arrays], None]

@@ -7,7 +7,7 @@ from fractions import Fraction
 from maxbatch.batch.from_config import given_sizes
 from maxbatch.batch_rules.published import expected_loss
 from maxbatch.batch_rules.rule import Training
-from maxbatch.config.experts import idle_parameters
+from maxbatch.config.keys.model import idle_parameters
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError

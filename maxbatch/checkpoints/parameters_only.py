@@ -26,9 +26,6 @@ from maxbatch.checkpoints.tensor_files import StoredArray, StoredArrays, TensorS
 from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 
-PARAMETERS = "params/"
-"""What the names of a model's parameters begin with."""
-
 
 def write_parameters(
   folder: Path,

@@ -23,6 +23,8 @@ from maxbatch.data.rows import Dataset
 from maxbatch.errors import UserError, first_of
 from maxbatch.hugging_face.model_keys import PLAIN
 
+PARAMETERS = "params/"
+"""What the names of a model's parameters begin with."""
 _TRAINED_ON = (
   "dataset_path",
   "grain_train_files",

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
-from maxbatch.command_line.arguments import Arguments, Command, Own, parse, wants_help
-from maxbatch.command_line.help import help_text
+from maxbatch.command_line.arguments import Arguments, Command, Own, help_text, parse, wants_help
 from maxbatch.command_line.signals import INTERRUPTED, EndingSignals, Interrupted
 from maxbatch.errors import (
   EXIT_DIVERGED,

@@ -21,7 +21,7 @@ from maxbatch.data.rows import Rows, RowSource
 from maxbatch.errors import UserError
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import GPU_DATA, PREALLOCATED, chip_for
-from maxbatch.estimate.gpu_memory import left_out
+from maxbatch.estimate.gpu_corrections import left_out
 from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags, bypassed
 from maxbatch.hardware.devices import Device, machine_bytes
 from maxbatch.hardware.topologies import slice_named

@@ -17,8 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from maxbatch.checkpoints import reading
 from maxbatch.checkpoints.find import find_checkpoint, parameters_to_begin_with
 from maxbatch.checkpoints.fingerprint import VERSION, fingerprints
-from maxbatch.checkpoints.parameters_only import PARAMETERS
-from maxbatch.checkpoints.record import listed
+from maxbatch.checkpoints.record import PARAMETERS, listed
 from maxbatch.config.find import user_path
 from maxbatch.conversion.reading import load_parameters, reader_of
 from maxbatch.core.plan import Position

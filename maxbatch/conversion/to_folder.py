@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.checkpoints.parameters_only import PARAMETERS
+from maxbatch.checkpoints.record import PARAMETERS
 from maxbatch.checkpoints.tensor_files import MAX_FILE_BYTES, TensorSpec, total_bytes, write_tensors
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
-from maxbatch.checkpoints.parameters_only import PARAMETERS, write_parameters
+from maxbatch.checkpoints.parameters_only import write_parameters
+from maxbatch.checkpoints.record import PARAMETERS
 from maxbatch.checkpoints.tensor_files import TensorSpec, block_indices, total_bytes
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.checkpoints.fingerprint import verified
-from maxbatch.checkpoints.parameters_only import PARAMETERS, StoredCheckpoint, open_checkpoint
+from maxbatch.checkpoints.parameters_only import StoredCheckpoint, open_checkpoint
+from maxbatch.checkpoints.record import PARAMETERS
 from maxbatch.checkpoints.tensor_files import Index, StoredArray
 from maxbatch.config.schema import Config
 from maxbatch.conversion.reading import FolderReader, reader_of

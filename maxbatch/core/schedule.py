@@ -41,9 +41,8 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 
-from maxbatch.core.increments import check_increments
 from maxbatch.core.keys import BatchKeys, Number, Pairs, exact, pair_text, text, whole
-from maxbatch.core.phases import BatchSchedule, SchedulePoint
+from maxbatch.core.phases import BatchSchedule, SchedulePoint, check_increments
 from maxbatch.core.solve import (
   MOST_SAMPLES,
   Sizes,

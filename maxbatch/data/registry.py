@@ -1,20 +1,81 @@
-"""Tokenizers and datasets by name (docs/extending.md shows how to add one)."""
+"""Tokenizers and datasets by name (docs/extending.md shows how to add one), and the one of random tokens.
+
+R rows, T tokens per row, S = T + 1.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import DataConfig
-from maxbatch.data import file_datasets, mixed, synthetic
+from maxbatch.data import file_datasets, mixed
 from maxbatch.data.corpus import build_corpus
+from maxbatch.data.document_rows import segments
 from maxbatch.data.file_datasets import Given
 from maxbatch.data.mixed import mixed_paths
 from maxbatch.data.mixture import MixedRows
-from maxbatch.data.rows import Dataset, RowSource
-from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer
+from maxbatch.data.rows import Arrays, Dataset, RowSource
+from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer, ordinary_ids
 from maxbatch.data.tokenizers import huggingface, sentencepiece, tiktoken
 from maxbatch.errors import UserError
+
+# The most rows the shuffle can number: as good as unlimited.
+_TRAIN_ROWS = 2**31 - 1
+# A bounded set, so that "the whole validation set" ends.
+_VALIDATION_ROWS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticRows:
+  """Random tokens: what the training loop costs when reading costs nothing. Row i is a pure function of (seed, part, i)."""
+
+  seed: int
+  part: int
+  num_rows: int
+  length: int
+  packing: bool
+  ids: np.ndarray
+  """The ids that are drawn from: those that stand for text."""
+
+  def __len__(self) -> int:
+    return self.num_rows
+
+  def rows(self, indices: np.ndarray) -> Arrays:
+    """Returns the rows int[R], see `RowSource.rows`; all weights are 1, each row is one segment."""
+    tokens_RS = np.empty((len(indices), self.length + 1), np.int32)
+    for row, index in enumerate(indices):
+      draws = np.random.default_rng((self.seed, self.part, int(index)))
+      ids = draws.integers(0, len(self.ids), self.length + 1, dtype=self.ids.dtype)
+      tokens_RS[row] = self.ids[ids]
+    arrays = {
+      "inputs": np.ascontiguousarray(tokens_RS[:, :-1]),
+      "targets": np.ascontiguousarray(tokens_RS[:, 1:]),
+      "weights": np.ones((len(indices), self.length), np.float32),
+    }
+    if self.packing:
+      begins_RT = np.zeros(arrays["inputs"].shape, bool)
+      filled_R = np.full(len(indices), self.length)
+      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, filled_R)
+    return arrays
+
+
+def build_synthetic(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
+  """Builds random tokens in rows of `max_target_length`; no path is read."""
+
+  def part(number: int, rows: int) -> SyntheticRows:
+    seed, ids = data.data_shuffle_seed, ordinary_ids(tokenizer)
+    return SyntheticRows(seed, number, rows, max_target_length, data.segmented, ids)
+
+  return Dataset(
+    train=part(0, _TRAIN_ROWS),
+    validation=part(1, _VALIDATION_ROWS),
+    fingerprint=f"synthetic-{data.data_shuffle_seed}",
+    description=f"random tokens, seed {data.data_shuffle_seed}",
+  )
+
 
 TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
   "byte": lambda _: ByteTokenizer(),
@@ -41,7 +102,7 @@ DATASETS: dict[str, Callable[[DataConfig, Tokenizer, int], Dataset]] = {
   "text": _of_files,
   "grain": _of_files,
   "hf": _of_files,
-  "synthetic": synthetic.build,
+  "synthetic": build_synthetic,
 }
 """By name, what makes a dataset of (data, tokenizer, max_target_length)."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from maxbatch.estimate.flops import Frame, Products, products, trip_count
-from maxbatch.estimate.gpu_times import is_placeholder, overcharge
+from maxbatch.estimate.gpu_corrections import is_placeholder, overcharge
 from maxbatch.estimate.hlo import Computation, HloModule, Instruction, ReplicaGroups
 from maxbatch.estimate.traffic import COLLECTIVES, FREE, traffic
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.config.experts import hidden_width
+from maxbatch.config.keys.model import hidden_width
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.compiled_steps import CompiledStep, compiled_step

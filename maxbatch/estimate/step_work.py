@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.config.experts import hidden_width, idle_parameters
+from maxbatch.config.keys.model import hidden_width, idle_parameters
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip

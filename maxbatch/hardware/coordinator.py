@@ -4,10 +4,16 @@ The one place that uses jax's client of its coordination service, which has no p
 ends its process with a stack trace of C++ in the moment in which its connection breaks, before anyone
 can say what has happened. So it is connected through a relay in its own process: it sees silence
 instead, and watch.py says who is gone.
+
+Through it the processes connect their CPU devices before a step needs them. jax joins these by Gloo: a
+group of devices when a program first reduces over it, and there each process waits half a minute for the
+addresses of the others, which may still compile. So they meet here first, for as long as our own limit
+says, and then add up a few numbers over every group of the mesh.
 """
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import json
 import socket
@@ -16,8 +22,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import distributed as jax_distributed
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import check_none_failed
 from maxbatch.hardware.rendezvous import Rendezvous, connected
 
 _PIECE_BYTES = 1 << 16
@@ -191,3 +202,115 @@ class Exchange:
         return result
       self._given_up.wait(_PAUSE_SECONDS)  # It answers at once where process 0 is gone.
     raise concurrent.futures.CancelledError
+
+
+_connected: set[Mesh] = set()
+"""A group is connected once for all programs."""
+_meetings = itertools.count()
+
+
+def connect_processes(limit_seconds: float) -> None:
+  """Connects what processes compare and decide by; see `connect`."""
+  if _needs_it():
+    _together(_exchange_zeros, limit_seconds)
+
+
+def connect(mesh: Mesh, limit_seconds: float) -> None:
+  """Connects every group of a mesh's devices; all processes call it.
+
+  Args:
+    mesh: of a run; only CPU devices of several processes need it.
+    limit_seconds: for how long the processes wait for each other.
+
+  Raises:
+    UserError: they have not come by then, or cannot be connected, in all processes.
+  """
+  if _needs_it() and mesh not in _connected:
+    _together(lambda: _reduce_over_all_axes(mesh), limit_seconds)
+    _connected.add(mesh)
+
+
+def _needs_it() -> bool:
+  return jax.process_count() > 1 and jax.devices()[0].platform == "cpu"
+
+
+def _together(work: Callable[[], None], limit_seconds: float) -> None:
+  """Does `work` in all processes at the same time; where one of them fails, all end with what each says.
+
+  There is no second try: jaxlib keeps a group whose connection has failed, and fails again at once.
+  """
+  store, exchange = Coordinator(), Exchange()
+  _meet(store, limit_seconds)
+  mine = _failure(work)
+  if mine:
+    # Who comes late would take our address, at which nobody answers any more, and wait for ever.
+    store.forget_addresses()
+  results = _exchanged(exchange, [socket.gethostname(), mine], limit_seconds)
+  check_none_failed([(host, failure and _refusal(failure)) for host, failure in results])
+
+
+def _exchanged(exchange: Exchange, mine: list[str], limit_seconds: float) -> list[list[str]]:
+  """Returns what each process says of its connections."""
+  limit = threading.Timer(limit_seconds, exchange.give_up)
+  limit.start()
+  try:
+    return exchange(mine)
+  except concurrent.futures.CancelledError:
+    raise UserError(
+      f"a process did not connect its devices within jax_distributed_initialization_timeout="
+      f"{limit_seconds:g} seconds of the others. If it is only slow, raise that limit; else start again"
+    ) from None
+  finally:
+    limit.cancel()
+
+
+def _meet(store: Coordinator, limit_seconds: float) -> None:
+  try:
+    store.meet(f"connect/{next(_meetings)}", limit_seconds)
+  except RuntimeError:
+    raise UserError(
+      f"the {store.num_processes} processes did not arrive within jax_distributed_initialization_timeout="
+      f"{limit_seconds:g} seconds to connect their devices. If they are only slow, raise that limit"
+    ) from None
+
+
+def _failure(work: Callable[[], None]) -> str:
+  """Does `work`; returns what Gloo has said, or nothing."""
+  try:
+    work()
+  except jax.errors.JaxRuntimeError as error:
+    if "Gloo" not in str(error):
+      raise
+    return str(error).splitlines()[0]
+  return ""
+
+
+def _refusal(failure: str) -> str:
+  return (
+    f"its devices and those of the other processes could not be connected: {failure}. A process that stands "
+    "still for half a minute is enough for that; start again, on a machine that is less busy or with fewer "
+    "processes"
+  )
+
+
+def _exchange_zeros() -> None:
+  multihost_utils.process_allgather(np.int32(0))
+  multihost_utils.broadcast_one_to_all(np.int32(0))
+
+
+def _reduce_over_all_axes(mesh: Mesh) -> None:
+  """Adds up a number of each device along every choice of axes."""
+  spec = PartitionSpec(*mesh.axis_names)
+  ones = jax.make_array_from_callback(
+    mesh.devices.shape,
+    NamedSharding(mesh, spec),
+    lambda _: np.ones((1,) * mesh.devices.ndim, np.float32),
+  )
+  long = [name for name, size in mesh.shape.items() if size > 1]
+  for count in range(1, len(long) + 1):
+    for names in itertools.combinations(long, count):
+      # Not jnp.sum, of which the compiler makes a sum for each axis.
+      add = functools.partial(jax.lax.psum, axis_name=names)
+      jax.block_until_ready(
+        jax.jit(jax.shard_map(add, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(ones)
+      )

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo
+from jax._src.lib import cuda_versions
 from jax.experimental import topologies
 
 from maxbatch.batch.from_config import topology, training_devices
@@ -28,7 +30,6 @@ from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.accelerators import advice, find_accelerators
-from maxbatch.hardware.cudnn import assume_cudnn
 from maxbatch.hardware.processes import check_joined, join
 from maxbatch.hardware.topologies import SIMULATED_DEVICES, slice_named
 
@@ -378,3 +379,17 @@ def _check_flags(flags: str) -> None:
   done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
   if fault := _FAULT.search(done.stderr):
     raise UserError(f"XLA_FLAGS={flags}: {fault[0].rstrip('.')}; correct that, or unset XLA_FLAGS")
+
+
+def assume_cudnn() -> None:
+  """Lets jax trace for the version that its CUDA plugin was built with, unless cuDNN is here.
+
+  While it traces cuDNN's attention, jax asks the library for its version, and fails where there is none.
+  The program holds no code of the library. There is no public way: without this the wheels of cuDNN and cuBLAS, 1.4 GB, would have to be
+  installed for a number.
+  """
+  try:
+    fused_attention_stablehlo.check_cudnn_version()
+  except RuntimeError:
+    if cuda_versions is not None:
+      fused_attention_stablehlo.check_cudnn_version = cuda_versions.cudnn_build_version

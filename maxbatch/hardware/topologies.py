@@ -21,8 +21,7 @@ from maxbatch.config.schema import Config
 from maxbatch.core.solve import divisors, solve_num_devices
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import GPU_DATA
-from maxbatch.hardware.gpu_description import described
+from maxbatch.estimate.chips import GPU_DATA, described
 
 Shape = tuple[int, int, int]
 

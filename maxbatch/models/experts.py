@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.experts import expert_width
+from maxbatch.config.keys.model import expert_width
 from maxbatch.config.schema import ModelConfig
 from maxbatch.core.terms import Ratio, Stat, Sum, Terms, safe_ratio
 from maxbatch.errors import UserError

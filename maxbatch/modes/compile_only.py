@@ -52,9 +52,8 @@ from maxbatch.hardware.agreement import write_shared_file
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
-from maxbatch.modes.memory import item_bytes
 from maxbatch.modes.method import Check, Method, Passed, Purpose, ResolvedRun
-from maxbatch.modes.prepare import Prepared, build, check_replaces_nothing, prepare
+from maxbatch.modes.prepare import Prepared, build, check_replaces_nothing, item_bytes, prepare
 from maxbatch.modes.pretraining import PRETRAINING
 from maxbatch.modes.start import connected_devices, started
 from maxbatch.run_folder.atomic import elsewhere, nearest

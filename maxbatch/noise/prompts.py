@@ -25,7 +25,7 @@ degrees of freedom that a group has once its mean is taken off.
 
 import dataclasses
 
-from maxbatch.core.noise_moments import Moments, moments
+from maxbatch.core.noise_scale import Moments, moments
 
 
 @dataclasses.dataclass(frozen=True)

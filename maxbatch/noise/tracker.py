@@ -10,8 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxbatch.core.confidence import FEWEST_STEPS, Interval, product_of_means
-from maxbatch.core.noise_moments import Moments, Window
-from maxbatch.core.noise_scale import TOTAL, Calibration, Estimate, NoiseGroups, Status
+from maxbatch.core.noise_scale import (
+  TOTAL,
+  Calibration,
+  Estimate,
+  Moments,
+  NoiseGroups,
+  Status,
+  Window,
+)
 
 NORM = "norm"
 FEWEST_CALIBRATION_STEPS = FEWEST_STEPS

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from maxbatch.command_line.screen import Table, section
-from maxbatch.config.experts import hidden_width
+from maxbatch.config.keys.model import hidden_width
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan

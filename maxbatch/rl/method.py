@@ -23,8 +23,8 @@ from maxbatch.hardware.devices import Device, Target, describe_devices
 from maxbatch.metrics_writers.registry import chosen_writers
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.modes.initialization import Initialization
-from maxbatch.modes.memory import bytes_per_device
 from maxbatch.modes.method import Passed, Purpose, ResolvedRun
+from maxbatch.modes.prepare import bytes_per_device
 from maxbatch.modes.pretraining import check_plan, saved_record
 from maxbatch.rl.candidates import RLCandidate, rl_sizes_of
 from maxbatch.rl.completions import Completions

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.core.confidence import Interval
-from maxbatch.core.noise_moments import Moments
-from maxbatch.core.noise_scale import TOTAL, Estimate
+from maxbatch.core.noise_scale import TOTAL, Estimate, Moments
 from maxbatch.models.registry import Model
 from maxbatch.noise.prompt_advice import prompt_advice
 from maxbatch.noise.prompts import PromptMoments, prompt_moments

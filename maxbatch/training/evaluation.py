@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import Rows, first_wrong_row
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Parameters
 from maxbatch.training.loss import loss_parts
 from maxbatch.training.metrics import TokenSums
 from maxbatch.training.pipelined_step import pipelined_sums
-from maxbatch.training.row_check import first_wrong_row
 from maxbatch.training.state import shardings
 from maxbatch.training.step import Trainer
 

@@ -17,6 +17,7 @@ from maxbatch.command_line.signals import StopSignals
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.loader import EvalRows
 from maxbatch.data.placement import WrongRowError
+from maxbatch.data.rows import check_rows
 from maxbatch.errors import RowsError, TrainingDivergedError, UserError
 from maxbatch.hardware.devices import host_peak_bytes
 from maxbatch.models.registry import Parameters
@@ -26,7 +27,6 @@ from maxbatch.training.job import LOSS_SCALE, RECORD, Job, StepLoader
 from maxbatch.training.loss_scaling import check_skips, scaling_record
 from maxbatch.training.metrics import by_name, token_values
 from maxbatch.training.noise_run import decided, decides
-from maxbatch.training.row_check import check_rows
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import StepMetrics
 from maxbatch.training.stop_flags import has_flags, stop_flags

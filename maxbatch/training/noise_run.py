@@ -18,8 +18,7 @@ import numpy as np
 
 from maxbatch.batch.from_config import check_can_continue
 from maxbatch.config.schema import NoiseConfig
-from maxbatch.core.noise_moments import Moments, moments
-from maxbatch.core.noise_scale import TOTAL, Estimate
+from maxbatch.core.noise_scale import TOTAL, Estimate, Moments, moments
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.hardware.agreement import sync_errors
 from maxbatch.models.registry import Model, Probed

@@ -31,14 +31,17 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
 )
 from maxbatch.training import partial_sums
 from maxbatch.training.metrics import NO_METRICS, Metrics
-from maxbatch.training.model_parts import FlatParams, ModelParts, merge_layers, split_layers
-from maxbatch.training.objective import LOSS, PROBES, model_sums, noise_stats, ratios
-from maxbatch.training.stage_terms import (
+from maxbatch.training.model_parts import (
+  FlatParams,
+  ModelParts,
   StageSums,
+  merge_layers,
+  split_layers,
   step_denominators,
   term_gradients,
   zero_stage_sums,
 )
+from maxbatch.training.objective import LOSS, PROBES, model_sums, noise_stats, ratios
 from maxbatch.training.stash import InputStash, StageInput, Stash, make_stash
 from maxbatch.training.state import NOTHING, Measures, Sums
 from maxbatch.training.tick import PipelineStage

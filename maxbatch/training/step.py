@@ -25,7 +25,7 @@ from maxbatch.core.train_step import (
   mean_gradient,
   train_step,
 )
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import Rows, first_wrong_row
 from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.experts import TOKENS
@@ -54,7 +54,6 @@ from maxbatch.training.model_parts import to_layer_order, to_stage_order
 from maxbatch.training.objective import LOSS, PROBES, ROW_TOKENS_SQUARED, ROWS, TEXT, Loss
 from maxbatch.training.optimizer import apply_updates
 from maxbatch.training.pipelined_step import pipelined_accumulate
-from maxbatch.training.row_check import first_wrong_row
 from maxbatch.training.state import (
   NOTHING,
   Measures,

@@ -29,8 +29,15 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   TimetableArrays,
 )
 from maxbatch.training.loss import LossSums
-from maxbatch.training.model_parts import FlatParams, ModelParts, trained, used_params
-from maxbatch.training.stage_terms import NO_SUMS, StageSums, stage_sums
+from maxbatch.training.model_parts import (
+  NO_SUMS,
+  FlatParams,
+  ModelParts,
+  StageSums,
+  stage_sums,
+  trained,
+  used_params,
+)
 from maxbatch.training.stash import Arrays, OutputGradients, StageInput, Stash
 from maxbatch.training.state import Sums, zero_sums
 
@@ -174,7 +181,7 @@ class PipelineStage:
     inputs = _write(inputs, row.input_arrival_slot, arrived[0])
     gradients = _write(gradients, row.gradient_arrival_slot, arrived[1])
     state = state._replace(buffers=Buffers(inputs, gradients, residuals))
-    return state, _read(inputs, row.forward.slot)
+    return state, inputs[row.forward.slot]
 
   def _forward(
     self, entry: PassArrays, embedding: jax.Array, waiting_RTD: jax.Array
@@ -245,9 +252,9 @@ class PipelineStage:
     Returns the state and the gradient of the layers' input.
     """
     entry = row.backward
-    x_RTD = _read(buffers.inputs, entry.slot)
-    residuals = tuple(_read(buffer, entry.slot) for buffer in buffers.residuals)
-    d_y_RTD = _read(buffers.gradients, row.gradient_slot)
+    x_RTD = buffers.inputs[entry.slot]
+    residuals = tuple(buffer[entry.slot] for buffer in buffers.residuals)
+    d_y_RTD = buffers.gradients[row.gradient_slot]
     d_layers, d_x_RTD = self._cond(
       "backward",
       all_stages.backward,
@@ -387,10 +394,6 @@ def _blank_like(x_RTD: jax.Array) -> jax.Array:
 def _mask(condition: jax.Array, value: jax.Array) -> jax.Array:
   """Returns the value, or zeros on an idle stage, even where it computed NaN."""
   return jnp.where(condition, value, jnp.zeros_like(value))
-
-
-def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-  return buffer[slot]
 
 
 def _write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 A size is never tried by running it; a probe reads what a compiler says it needs. There are three policies:
 that of micro_batch_size=auto, here, takes the largest size that fits, by bisection, unless a smaller one is
 clearly faster; that of explore, all of them, is in exploration.py, that of num_pipeline_microbatches=-1 in
-pipeline_ranking.py.
+pipeline_microbatches.py.
 
 What one size needs and takes: its program, compiled and timed, never run until memory is out.
 """

@@ -8,8 +8,7 @@ import pytest
 import yaml
 from published import PUBLISHED_PARAMETERS
 
-from maxbatch.command_line.arguments import Command, wants_help
-from maxbatch.command_line.help import MOST_USED, help_text
+from maxbatch.command_line.arguments import MOST_USED, Command, help_text, wants_help
 from maxbatch.config import schema
 from maxbatch.config.declare import Positive
 from maxbatch.config.find import config_path, model_names, packaged_folder, read_argument, read_file

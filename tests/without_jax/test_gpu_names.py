@@ -6,8 +6,7 @@ import re
 import pytest
 
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import GPU_DATA, GPUS, PREALLOCATED, chip_for
-from maxbatch.hardware.gpu_description import described
+from maxbatch.estimate.chips import GPU_DATA, GPUS, PREALLOCATED, chip_for, described
 from maxbatch.hardware.topologies import slice_named
 
 HOSTS = {

@@ -15,8 +15,7 @@ from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import CHIPS, GPUS
 from maxbatch.estimate.costs import Collective, OperationCost, program_costs
 from maxbatch.estimate.flops import Products, attention_pairs
-from maxbatch.estimate.gpu_memory import left_out
-from maxbatch.estimate.gpu_times import overcharge
+from maxbatch.estimate.gpu_corrections import left_out, overcharge
 from maxbatch.estimate.hlo import HloModule, ReplicaGroups, parse
 from maxbatch.estimate.step_time import connected, estimate, link_seconds, seconds_of
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from noise_samples import equal_parts, gradients
 
-from maxbatch.core.noise_moments import Moments, moments
+from maxbatch.core.noise_scale import Moments, moments
 from maxbatch.noise.advice import cost, cost_of_change
 
 

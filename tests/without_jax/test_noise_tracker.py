@@ -14,7 +14,7 @@ from maxbatch.core.confidence import (
   product_of_means,
   ratios_of_means,
 )
-from maxbatch.core.noise_moments import Moments
+from maxbatch.core.noise_scale import Moments
 from maxbatch.noise.tracker import NoiseTracker
 
 
