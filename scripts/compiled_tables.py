@@ -231,7 +231,7 @@ PRINTED: Mapping[str, tuple[str, str]] = {
     "base_num_decoder_layers=8 base_emb_dim=512 base_mlp_dim=2048 base_num_query_heads=8 "
     "base_num_kv_heads=8 head_dim=64 max_target_length=512 per_device_batch_size=8 dtype=bfloat16 "
     "remat_policy=full packing=false pipeline_schedule=interleaved_1f1b num_pipeline_repeats=2 num_pipeline_microbatches=-1",
-    "Microbatches of",
+    "Pipeline microbatches of",
   ),
 }
 """What a command itself prints: its keys, and how the part begins that a page shows, up to an empty line."""
@@ -248,7 +248,8 @@ def table(name: str) -> None:
     more = (theirs[at] if at < len(theirs) else None,) if theirs else ()
     lines.append([label, *cells(row, *more)])
     if name == "reports":
-      file = REPORTS / f"{label.lower().replace(', ', '-')}.txt"
+      asked = dict(each.split("=", 1) for each in keys.split())
+      file = REPORTS / f"{asked['model_name']}-{asked['compile_topology']}.txt"
       shutil.copy(folder / "compile_report.txt", file)
       lines[-1][0] = f"[{label}](reports/{file.name})"
   print(*(f"| {' | '.join(line)} |" for line in lines), sep="\n")
@@ -258,7 +259,11 @@ def show(name: str) -> None:
   """Prints a part of what a command prints, indented."""
   keys, first = PRINTED[name]
   _, printed = run(name, keys)
-  part = printed[printed.index(first) :].partition("\n\n")[0]
+  part = (
+    printed[printed.index(first) :]
+    .partition("\n\n")[0]
+    .partition("\nnum_pipeline_microbatches -1")[0]
+  )
   print("\n".join("    " + line for line in part.splitlines()))
   if name == "explore":
     (REPORTS / "llama2-7b-v5e-256-explore.txt").write_text(printed, encoding="utf-8")
