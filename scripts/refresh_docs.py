@@ -3,8 +3,9 @@
     python scripts/refresh_docs.py                    # lists blocks that are older than what they depend on
     python scripts/refresh_docs.py docs/compile.md    # makes a page's blocks anew, those that take minutes too
     python scripts/refresh_docs.py docs/compile.md explore     # … of those the ones whose command has the word
-    python scripts/refresh_docs.py all                # makes all blocks anew that take seconds
-    python scripts/refresh_docs.py quiet              # … and those that need a quiet machine, for minutes
+    python scripts/refresh_docs.py seconds            # makes all blocks anew that take seconds
+    python scripts/refresh_docs.py quiet              # … those that need a quiet machine, for minutes
+    python scripts/refresh_docs.py all                # … all that a command here makes: an hour or two, alone
 
 A block of a page stands between two comments, and is what a command prints (in a fence, if it stands in one),
 or what somebody wrote down of that; its last line says to readers what the comment says:
@@ -47,7 +48,7 @@ BLOCK = re.compile(
 )
 QUICK, SLOW, QUIET = "seconds", "minutes", "quiet minutes"
 _PROGRAMS = {"python": [sys.executable], "maxbatch": [sys.executable, "-m", "maxbatch"]}
-ALL = {"all": (QUICK,), "quiet": (QUIET,)}
+ALL = {"seconds": (QUICK,), "quiet": (QUIET,), "all": (QUICK, SLOW, QUIET)}
 FENCE = re.compile(r"```\w*\n")
 SOURCE = re.compile(r"<!-- figures: [^>]+ -->")
 TABLE = re.compile(r"^\|.*\n\|[-| :]+\|\n((?:\|.*\n?)+)", re.MULTILINE)
