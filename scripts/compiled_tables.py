@@ -42,6 +42,9 @@ ici_data_parallelism=1 ici_fsdp_parallelism=-1 remat_policy=full"
 _OFFLOADED = "remat_policy=custom decoder_layer_input=offload query_proj=offload key_proj=offload \
 value_proj=offload out_proj=offload"
 
+_70B = "base_num_decoder_layers=80 base_emb_dim=8192 base_mlp_dim=28672 base_num_query_heads=64 \
+base_num_kv_heads=8"
+
 
 def _case(model: str, place: str, size: int, length: int, keys: str = "remat_policy=full") -> str:
   return (
@@ -84,7 +87,9 @@ ROWS: Mapping[str, Mapping[str, str]] = {
     "gpt2-small, v5e-16": _case("gpt2-small", "v5e-16", 8, 1024, "gradient_accumulation_steps=4"),
   },
   "published": {
-    "Llama-2-70B, v5e-256, 2 per device, T=2048": _case("llama2-70b", "v5e-256", 2, 2048),
+    "Llama-2-70B, v5e-256, 2 per device, T=2048": _case(
+      "llama2-7b", "v5e-256", 2, 2048, f"remat_policy=full {_70B}"
+    ),
     "Llama-3.2-1B, v6e-8, 4 per device, T=2048, bfloat16 weights, full remat": _case(
       "llama3.2-1b",
       "v6e-8",
