@@ -1,4 +1,7 @@
-"""maxbatch advise config=… model_name=… total_tokens=…: which batch, and what follows."""
+"""maxbatch advise config=… model_name=… total_tokens=…: which batch, and what follows.
+
+maxbatch advise RUN: what to change in that run now, and what it saves.
+"""
 
 import dataclasses
 import json
@@ -17,6 +20,7 @@ from maxbatch.advice.compiled import compile_sizes, compiled_summary
 from maxbatch.advice.post_training import advise_post_training
 from maxbatch.advice.post_training import report as post_training_report
 from maxbatch.advice.report import explained, report
+from maxbatch.advice.run_advice import lines, run_advice
 from maxbatch.advice.words import short, wrapped
 from maxbatch.batch.from_config import is_rl, plan_batches
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
@@ -31,7 +35,7 @@ from maxbatch.config.declare import (
   NonNegativeFloat,
   Range,
 )
-from maxbatch.config.find import user_path
+from maxbatch.config.find import shown, user_path
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
@@ -39,6 +43,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.topologies import count_devices
 from maxbatch.plots.chart import Chart, Line, Panel
 from maxbatch.plots.page import check_picture_file, picture
+from maxbatch.run_folder.history import is_run, read_history
 
 _HEAD = "# Advice of maxbatch: "
 _HERE_ONLY = ("config", "compile_topology", "compile_topology_num_slices")
@@ -111,6 +116,9 @@ Which batch for this model, these tokens and this slice: the published rules wit
 they say together, the ramp, learning rate and weight decay, the microbatch and mesh that fit and are
 fastest, steps, days and cost, on half and twice the chips too. Nothing is compiled, no device is
 touched. Writes advice.yml, which maxbatch train config=advice.yml takes.
+
+With a run's folder, maxbatch advise RUN: what to change in it now, by its own noise scale, step times
+and waits, in five lines.
 """,
   AdviseArguments,
   "config=FILE total_tokens=NUMBER [compile_topology=SLICE]",
@@ -124,6 +132,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _advise(arguments: Arguments[AdviseArguments]) -> None:
   own = arguments.own
+  if any("=" not in one for one in arguments.configuration):
+    _advise_run(arguments)
+    return
   file = own.write or "advice.yml"
   check_output("--write", file)
   if own.plot:
@@ -158,6 +169,27 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
     write_output("--write", file, _written(exact, config, keys, arguments))
     print(f"\n{compiled_summary(compiled, advice)}")
   print(f"\n{_next_steps(advice, file, named, explain=own.explain)}")
+
+
+def _advise_run(arguments: Arguments[AdviseArguments]) -> None:
+  """Prints what to change in a run that has trained some steps."""
+  [*others, given] = sorted(arguments.configuration, key=lambda one: "=" not in one)
+  own = dataclasses.replace(arguments.own, json=False)
+  if others or own != AdviseArguments():
+    raise UserError(
+      f"{shown(given)}: advice about a run takes its folder alone, and --json; for example maxbatch "
+      "advise runs/first_run"
+    )
+  if not is_run(user_path(given)):
+    raise UserError(
+      f"{shown(given)}: that is not a run's folder, and keys are key=value; for example maxbatch advise "
+      "runs/first_run"
+    )
+  findings = run_advice(read_history(user_path(given)))
+  if arguments.own.json:
+    print(json.dumps([dataclasses.asdict(one) for one in findings], indent=2))
+    return
+  print("\n".join(lines(findings)))
 
 
 def _check_options(own: AdviseArguments) -> None:

@@ -44,7 +44,8 @@ from maxbatch.modes.summary import (
   sum_up,
 )
 from maxbatch.run_folder.atomic import locked
-from maxbatch.run_folder.metrics import COMPILED, MetricsLog, NoMetricsLog
+from maxbatch.run_folder.events import COMPILED
+from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (

@@ -48,7 +48,7 @@ from maxbatch.precision.report import (
   report_values,
 )
 from maxbatch.run_folder.atomic import write_run_file
-from maxbatch.run_folder.metrics import END, NOTICE, START, VERIFIED, EventLog, NoEventLog
+from maxbatch.run_folder.events import END, NOTICE, START, VERIFIED, EventLog, NoEventLog
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_report.background import BackgroundReport
 from maxbatch.training.evaluation import eval_shardings

@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from maxbatch.config.load import DERIVED
-from maxbatch.run_folder.metrics import END, START, Event, Record, readable_events
+from maxbatch.run_folder.events import END, START, Event, Record, readable_events
 from maxbatch.run_folder.paths import RunFolder
 
 POSITIONS = ("step", "samples", "tokens")

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxbatch.command_line.screen import Table, file_size, in_unit
-from maxbatch.run_folder.history import RunHistory, span
-from maxbatch.run_folder.metrics import (
+from maxbatch.run_folder.events import (
   COMPILED,
   END,
   EVALUATED,
@@ -21,6 +20,7 @@ from maxbatch.run_folder.metrics import (
   VERIFIED,
   Event,
 )
+from maxbatch.run_folder.history import RunHistory, span
 from maxbatch.run_folder.paths import RunFolder
 
 _RECENT = 20

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from maxbatch.advice.run_advice import run_advice
 from maxbatch.batch.from_config import is_rl, plan_batches, topology
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.command_line.screen import Table, in_unit
@@ -19,8 +20,8 @@ from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.schedule import timetable
 from maxbatch.plots.chart import Bars, Chart, Panel
 from maxbatch.plots.page import rendered
+from maxbatch.run_folder.events import START
 from maxbatch.run_folder.history import RunHistory, span, status_of
-from maxbatch.run_folder.metrics import START
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_report import facts
 from maxbatch.run_report.curves import MOST_POINTS, training_chart
@@ -37,6 +38,7 @@ _SECTIONS = {
   "runs": "runs",
   "training": "training",
   "time": "time",
+  "advice": "what to change",
   "what": "what was trained",
   "starts": "starts",
   "notices": "faults",
@@ -90,6 +92,7 @@ def _shown(run: RunHistory) -> SimpleNamespace:
     time_table=Table(("what", "time", "share"), shares),
     time_chart=time_chart if uses else None,
     memory=facts.memory(run),
+    advice=_advice(run),
     command=facts.command(start.get("command")),
     about=str(start.get("about", "")),
     versions=str(start.get("versions", "")),
@@ -103,6 +106,14 @@ def _shown(run: RunHistory) -> SimpleNamespace:
   )
 
 
+def _advice(run: RunHistory) -> list[str]:
+  """Returns what to change in the run, in sentences; none where too few steps say anything."""
+  try:
+    return [one.sentence for one in run_advice(run)]
+  except UserError:
+    return []
+
+
 def _sections(shown: Sequence[SimpleNamespace], *, has_training: bool) -> list[tuple[str, str]]:
   """Returns the anchors that the page has, with their names."""
   there = {"differences": len(shown) > 1, "runs": len(shown) > 1, "training": has_training}
@@ -111,6 +122,7 @@ def _sections(shown: Sequence[SimpleNamespace], *, has_training: bool) -> list[t
     there |= {name: getattr(one, name).rows for name in ("starts", "notices", "checkpoints")}
     there |= {
       "time": one.time_table.rows,
+      "advice": one.advice,
       "what": one.about or one.planned.derivation or one.command,
       "texts": one.texts,
       "pipeline": one.planned.pipeline,

@@ -16,7 +16,8 @@ from maxbatch.config.schema import CheckpointConfig, ProfilingConfig, RunConfig
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.loader import EvalRows
 from maxbatch.models.registry import Parameters
-from maxbatch.run_folder.metrics import EventLog, MetricsLog, NoEventLog, Record
+from maxbatch.run_folder.events import EventLog, NoEventLog
+from maxbatch.run_folder.metrics import MetricsLog, Record
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.evaluation import EvalStep
 from maxbatch.training.noise_run import Noise, StepPrograms

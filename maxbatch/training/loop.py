@@ -22,7 +22,8 @@ from maxbatch.errors import RowsError, TrainingDivergedError, UserError
 from maxbatch.hardware.devices import host_peak_bytes
 from maxbatch.models.registry import Parameters
 from maxbatch.precision.loss_scale import LossScaling
-from maxbatch.run_folder.metrics import EVALUATED, SAVED, TEXT, Record
+from maxbatch.run_folder.events import EVALUATED, SAVED, TEXT
+from maxbatch.run_folder.metrics import Record
 from maxbatch.training.job import LOSS_SCALE, RECORD, Job, StepLoader
 from maxbatch.training.loss_scaling import check_skips, scaling_record
 from maxbatch.training.metrics import by_name, token_values

@@ -1,0 +1,205 @@
+"""What to change in a run now, from its own metrics, and what that saves: five findings.
+
+Each says its figure and where that is from, the keys to set, and what they save as far as the run's
+records tell. What they do not tell is said to be unknown.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from maxbatch.advice.words import DAY, percent, span, wrapped
+from maxbatch.core.confidence import Interval
+from maxbatch.errors import UserError
+from maxbatch.noise.advice import WELL_BELOW, cost_of_change, place, shown
+from maxbatch.run_folder.events import EVALUATED, SAVED, TEXT
+from maxbatch.run_folder.history import RunHistory
+
+FEWEST_STEPS = 20
+_RECENT = 100
+"""Steps that figures of now are from."""
+_SMALL = 0.02
+"""Share of the time not worth a change."""
+_LONG = 1.5
+"""Times the median, from which a step counts as held up."""
+_CHANGING = ("batch_schedule", "enable_rampup_batch_size", "batch_schedule_type")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """One thing about a run."""
+
+  about: str
+  says: str
+  """The figure, and which records it is from."""
+  change: str = ""
+  """Keys to set; empty: nothing to change."""
+  saves: str = ""
+  time_share: float = 0.0
+  """The share of the run's time that the change saves."""
+
+  @property
+  def sentence(self) -> str:
+    """All of it."""
+    change = f" Set {self.change}: {self.saves}." if self.change else ""
+    return f"{self.about}: {self.says}.{change}"
+
+
+def run_advice(run: RunHistory) -> list[Finding]:
+  """Returns five findings about a run: batch, data, pauses, steps, and what is left.
+
+  Raises:
+    UserError: it has too few steps to say anything.
+  """
+  num_steps = len(_recent(run, "step_seconds"))
+  if num_steps < FEWEST_STEPS:
+    raise UserError(
+      f"{run.folder}: metrics.jsonl times {num_steps} steps, and advice about a run needs at least "
+      f"{FEWEST_STEPS}; train on, for example to 100 steps"
+    )
+  findings = [_batch(run), _data(run), _pauses(run), _steps(run)]
+  return [*findings, _left(run, sum(one.time_share for one in findings))]
+
+
+def lines(findings: list[Finding]) -> Iterator[str]:
+  """Yields them as they are printed."""
+  for one in findings:
+    yield from wrapped(one.sentence, "")
+
+
+def _recent(run: RunHistory, key: str) -> np.ndarray:
+  """Returns the latest values of a key, float64; without the first, which also warms up."""
+  curve = run.metrics.curves.get(key)
+  return np.zeros(0) if curve is None else curve.values[1:][-_RECENT:]
+
+
+def _batch(run: RunHistory) -> Finding:
+  last = run.metrics.last
+  batch, about = int(last.get("global_batch_to_train", 0)), "Batch"
+  ends = [last.get(f"gns/total{end}") for end in ("", "_low", "_high")]
+  if run.config.get("num_generations", -1) != -1:
+    says = (
+      f"{batch:,} completions a step; prompts and completions of each are weighed by completions="
+    )
+    return Finding(about, says)
+  if batch < 1 or None in ends:
+    says = f"{batch:,} samples a step (global_batch_to_train), and no noise scale in metrics.jsonl"
+    return Finding(about, says, "gns=norm", "whether another batch helps is then known")
+  scale = Interval(*(float(end or 0) for end in ends))
+  value, low, high = shown(scale)
+  says = (
+    f"{batch:,} samples a step, noise scale {value} (95% {low}–{high}, the latest gns/total), so it is "
+    f"{place(scale, batch)}"
+  )
+  changing = [key for key in _CHANGING if run.config.get(key) not in (None, [], False, "constant")]
+  factor = 1.0 if scale.low <= 0 else _factor(batch, scale)
+  if changing or factor == 1:
+    return Finding(about, says + (f"; {changing[0]} decides on it" if changing else ""))
+  cost = cost_of_change(batch, factor, scale.value)
+  change = f"batch_size={batch * factor:.0f}{_rate(run.config, factor)}"
+  if factor > 1:
+    saves = (
+      f"{percent(1 - cost.steps)} of the steps for {percent(cost.data - 1)} more data, time where the "
+      "devices are more or not busy (a heuristic, McCandlish 2018)"
+    )
+    return Finding(about, says, change, saves)
+  saves = (
+    f"{percent(1 - cost.data)} of the data for {percent(cost.steps - 1)} more steps (a heuristic, "
+    "McCandlish 2018)"
+  )
+  return Finding(about, says, change, saves, 1 - cost.data)
+
+
+def _factor(batch: int, scale: Interval) -> float:
+  """Returns the power of 2 by which to change the batch, if all of the interval agrees; else 1."""
+  if batch > scale.high and batch % 2 == 0:
+    return 0.5
+  if batch >= WELL_BELOW * scale.low:
+    return 1.0
+  return 2.0 ** max(1, math.floor(math.log2(WELL_BELOW * scale.low / batch)))
+
+
+def _rate(config: Mapping[str, Any], factor: float) -> str:
+  """Returns the learning rate that goes with the batch, as a key: by its root, for SGD by itself."""
+  rate = config.get("learning_rate")
+  if not isinstance(rate, int | float) or rate <= 0:
+    return ""
+  return f" learning_rate={rate * factor ** (1 if config.get('opt_type') == 'sgd' else 0.5):.3g}"
+
+
+def _data(run: RunHistory) -> Finding:
+  seconds, waited = _recent(run, "step_seconds"), _recent(run, "data_wait_seconds")
+  share = float(waited.sum() / seconds.sum()) if seconds.sum() else 0.0
+  says = f"{percent(share)} of the last {len(seconds)} steps' time is waiting for rows (data_wait_seconds)"
+  if share < _SMALL:
+    return Finding("Data", says)
+  workers = run.config.get("grain_worker_count", 0)
+  more = 2 * workers if isinstance(workers, int) and workers else 2
+  saves = (
+    f"up to {percent(share)} of the time; maxbatch input_analyzer config={run.folder}/config.yml "
+    f"run_metrics={run.folder} says how many suffice"
+  )
+  return Finding("Data", says, f"grain_worker_count={more}", saves, share)
+
+
+def _pauses(run: RunHistory) -> Finding:
+  """Says what evaluating and saving take, and how much rarer they could be."""
+  curve = run.metrics.curves["step_seconds"].values
+  spent = {
+    key: sum(_number(event.get("seconds")) for kind in kinds for event in run.of_kind(kind))
+    for key, kinds in {"eval_interval": (EVALUATED, TEXT), "checkpoint_period": (SAVED,)}.items()
+  }
+  total = float(curve.sum()) + sum(spent.values())
+  shares = {key: seconds / total for key, seconds in spent.items()} if total else spent
+  says = (
+    f"evaluating takes {percent(shares['eval_interval'])} and saving "
+    f"{percent(shares['checkpoint_period'])} of the time (events.jsonl)"
+  )
+  changes, saved = list[str](), 0.0
+  for key, share in shares.items():
+    now = run.config.get(key)
+    if share > 2 * _SMALL and type(now) is int and now > 0:
+      times = math.ceil(share / _SMALL)
+      changes.append(f"{key}={now * times}")
+      saved += share * (1 - 1 / times)
+  if not changes:
+    return Finding("Pauses", says)
+  return Finding("Pauses", says, " ".join(changes), f"{percent(saved)} of the time", saved)
+
+
+def _number(value: object) -> float:
+  return float(value) if type(value) in (int, float) and math.isfinite(value) else 0.0  # pyright: ignore
+
+
+def _steps(run: RunHistory) -> Finding:
+  """Says how even the steps are, and how they are divided."""
+  seconds = _recent(run, "step_seconds")
+  median = float(np.median(seconds))
+  held_up = float(np.maximum(seconds - _LONG * median, 0).sum() / seconds.sum()) if median else 0.0
+  last = run.metrics.last
+  count = int(last.get("gradient_accumulation_steps", 1))
+  says = (
+    f"{median:.3g} s at the median of {len(seconds)}, {last.get('tokens_per_second', 0):,.0f} tokens/s, "
+    f"{count:,} × {int(last.get('micro_batch_to_train', 0)):,} samples; steps over {_LONG:g} times that "
+    f"lose {percent(held_up)}"
+  )
+  if count == 1 or run.config.get("micro_batch_size") == "auto":
+    return Finding("Steps", says)
+  saves = "what a larger microbatch saves is not known before it is timed, which auto does"
+  return Finding("Steps", says, "micro_batch_size=auto gradient_accumulation_steps=-1", saves)
+
+
+def _left(run: RunHistory, saved: float) -> Finding:
+  steps, step = run.derived.get("steps"), int(run.metrics.last.get("step", 0))
+  if type(steps) is not int or steps <= step:
+    return Finding(
+      "Left", f"nothing of its budget after step {step:,}; the next run can have these"
+    )
+  seconds = (steps - step) * float(np.mean(_recent(run, "step_seconds")))
+  says = f"{steps - step:,} of {steps:,} steps, {span(seconds / DAY)} at the mean of the last steps"
+  if saved:
+    says += f"; the changes save up to {span(min(saved, 1.0) * seconds / DAY)} of it"
+  return Finding("Left", says)

@@ -1,0 +1,122 @@
+"""maxbatch advise RUN: five findings from a run's own records, each with its figure and its keys."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written_runs import write_run
+
+from maxbatch import advise
+from maxbatch.advice.run_advice import run_advice
+from maxbatch.errors import UserError
+from maxbatch.run_folder.history import read_history
+from maxbatch.run_report.page import page
+
+
+@pytest.fixture
+def made(tmp_path):
+  """Writes a run whose records have other values."""
+
+  def make(*keys: str, steps: int = 40, **values: Any) -> Path:
+    folder = write_run(tmp_path / "mine", steps, *keys)
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [
+      {k: v for k, v in (one | (values if one["step"] else {})).items() if v is not None}
+      for one in records
+    ]
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in records))
+    return folder
+
+  return make
+
+
+def of(folder: Path) -> dict[str, Any]:
+  return {one.about: one for one in run_advice(read_history(folder))}
+
+
+def gns(value: float, low: float, high: float) -> dict[str, float]:
+  return {"gns/total": value, "gns/total_low": low, "gns/total_high": high}
+
+
+def test_five_findings_with_figures_of_the_run(made):
+  found = of(made())
+  assert list(found) == ["Batch", "Data", "Pauses", "Steps", "Left"]
+  assert "32 samples a step, noise scale 90 (95% 60–150" in found["Batch"].says
+  assert "in the efficient range" in found["Batch"].says
+  assert not found["Batch"].change
+  assert found["Data"].says.startswith("2% of the last 39 steps' time")
+  assert "nothing of its budget after step 40" in found["Left"].says
+
+
+def test_a_batch_far_below_the_noise_scale_is_doubled_until_it_is_not(made):
+  found = of(made("opt_type=adamw", "learning_rate=0.001", **gns(1100, 1040, 1160)))["Batch"]
+  # A quarter of 1,040 is 260: 256 is the largest doubling of 32 below it.
+  assert found.change == "batch_size=256 learning_rate=0.00283"
+  # (1 + 1100/256) / (1 + 1100/32) of the steps, (1 + 256/1100) / (1 + 32/1100) of the data.
+  assert "85% of the steps for 20% more data" in found.saves
+  assert found.time_share == 0
+
+
+def test_a_batch_above_the_noise_scale_is_halved_and_saves_data(made):
+  found = of(made("opt_type=sgd", "learning_rate=0.1", **gns(8, 6, 10)))["Batch"]
+  assert found.change == "batch_size=16 learning_rate=0.05"
+  assert found.time_share == pytest.approx(1 - (1 + 16 / 8) / (1 + 32 / 8))
+
+
+def test_a_batch_that_a_schedule_decides_on_is_left_alone(made):
+  found = of(made("batch_schedule=[[0,8],[99,32]]", **gns(1100, 1040, 1160)))["Batch"]
+  assert not found.change
+  assert found.says.endswith("batch_schedule decides on it")
+
+
+def test_without_a_noise_scale_it_is_to_be_measured(made):
+  nothing = dict.fromkeys(gns(0, 0, 0))
+  assert of(made(**nothing))["Batch"].change == "gns=norm"
+
+
+def test_waiting_for_rows(made):
+  found = of(made("grain_worker_count=3", step_seconds=2.0, data_wait_seconds=0.5))
+  assert found["Data"].change == "grain_worker_count=6"
+  assert found["Data"].time_share == pytest.approx(0.25)
+
+
+def test_pauses(made):
+  # 40 steps of 0.5 s, 2 s and 1 s of evaluating, 0.5 of saving: 3 of 23.5 s are 12.8%.
+  found = of(made("eval_interval=10"))["Pauses"]
+  assert found.says.startswith("evaluating takes 13% and saving 2.1%")
+  assert found.change == "eval_interval=70"
+  assert found.time_share == pytest.approx(3 / 23.5 * 6 / 7)
+
+
+def test_what_is_left_and_what_is_saved(made):
+  folder = made(step_seconds=2.0, data_wait_seconds=0.5)
+  config = (folder / "config.yml").read_text().replace("  steps: 40", "  steps: 1840")
+  (folder / "config.yml").write_text(config)
+  says = of(folder)["Left"].says
+  assert says.startswith("1,800 of 1,840 steps, 1 hours at the mean of the last steps")
+  assert "the changes save up to 1" in says
+
+
+def test_the_command_and_the_page(made, capsys):
+  folder = made(**gns(1100, 1040, 1160))
+  assert advise.main([str(folder)]) == 0
+  printed = " ".join(capsys.readouterr().out.split())
+  assert "Set batch_size=256" in printed
+  assert "Set batch_size=256" in page([read_history(folder)])
+  assert advise.main([str(folder), "--json"]) == 0
+  assert len(json.loads(capsys.readouterr().out)) == 5
+
+
+def test_too_few_steps_are_refused_and_the_page_is_silent(made):
+  folder = made(steps=8)
+  with pytest.raises(UserError, match="times 7 steps, and advice about a run needs at least 20"):
+    run_advice(read_history(folder))
+  assert "What to change now" not in page([read_history(folder)])
+
+
+@pytest.mark.parametrize("words", [["runs/none"], ["runs/none", "data_overhead=0.3"], ["config"]])
+def test_what_is_refused(words, capsys):
+  assert advise.main(words) == 2
+  assert "maxbatch advise runs/first_run" in " ".join(capsys.readouterr().err.split())
