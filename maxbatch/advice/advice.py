@@ -22,6 +22,7 @@ from maxbatch.advice.slices import (
   split_of,
 )
 from maxbatch.advice.words import DAY
+from maxbatch.batch_rules.findings import FINDINGS
 from maxbatch.batch_rules.rule import data_factor, data_overhead_of
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
@@ -305,6 +306,9 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
     },
     "rules": [one.as_dict() for one in size.said],
     "measured": [one.as_dict() for one in size.measured],
+    "findings": [
+      {"rule": one.name, "says": one.says, "misfit": one.misfit(asked.setting)} for one in FINDINGS
+    ],
     "phases": [
       {
         "first_sample": phase.first.samples,

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from maxbatch.batch.from_config import given_sizes
+from maxbatch.batch_rules.findings import Setting
 from maxbatch.batch_rules.published import expected_loss
 from maxbatch.batch_rules.rule import Training
 from maxbatch.config.keys.model import idle_parameters
@@ -144,6 +145,13 @@ class Asked:
     """Samples of a step that were asked for by hand; None: the rules say how many."""
     given = given_sizes(self.config.batch).batch
     return given.size if given else None
+
+  @property
+  def setting(self) -> Setting:
+    """What decides which findings are about the run."""
+    optimizer = self.config.optimizer
+    experts = self.config.model.num_experts > 1
+    return Setting(optimizer.opt_type, optimizer.lr_schedule_type, experts)
 
   @property
   def tokens(self) -> float:

@@ -257,8 +257,8 @@ def _published() -> Iterator[str]:
     yield line
     yield from wrapped(one.says, "    ")
   yield from wrapped(
-    "ScaleRL finds shapes of equally many completions equal where IsoCompute lets the compute decide. All "
-    "agree: raise the completions only while samples a second grow more than the samples it takes, and the "
+    "ScaleRL finds shapes of equally many completions equal where IsoCompute lets the compute decide and "
+    "2-GRPO takes the smallest group. For the size of a step all count the completions in all: raise the completions only while samples a second grow more than the samples it takes, and the "
     "rate by the square root."
   )
 

@@ -8,6 +8,7 @@ from maxbatch.advice.batch_size import Measured, Said
 from maxbatch.advice.limits import limits
 from maxbatch.advice.slices import Point, about, used
 from maxbatch.advice.words import DAY, money, percent, short, span, times, wrapped
+from maxbatch.batch_rules.findings import FINDINGS, WSD
 from maxbatch.batch_rules.published import RULES
 from maxbatch.batch_rules.rule import BatchRule, Fitted, RateRule, Rule, Training, steps_factor
 from maxbatch.command_line.screen import Table, gib_of
@@ -41,6 +42,7 @@ def report(advice: Advice, planned: Planned) -> str:
     _answer(advice, planned),
     _batch(advice),
     _ramp(advice, planned),
+    _findings(advice),
     _optimizer(advice),
     *([_split(advice), _frontier(advice)] if advice.here else []),
     _limits(advice, planned),
@@ -122,6 +124,9 @@ def _batch(advice: Advice) -> Iterator[str]:
     f"fewest steps: at x = {size.data_overhead:g}, {size.data_overhead:.0%} more data and "
     f"{steps_factor(size.data_overhead):.3g} times the steps. Bcrit is {short(size.critical_tokens)}."
   )
+  if not WSD.misfit(advice.asked.setting):
+    schedule = advice.asked.setting.lr_schedule_type
+    yield from wrapped(f"But lr_schedule_type={schedule}: {WSD.says} ({WSD.name}).")
   for one in size.measured:
     yield from wrapped(_changed(one, advice))
   yield "  Other questions, which the above does not follow:"
@@ -206,6 +211,18 @@ def _ramp(advice: Advice, planned: Planned) -> Iterator[str]:
     f"{advice.ramp_overhead:.2g} takes {same:,.0f}. β2 and weight decay are what would keep half-life "
     "and timescale; a run has those of its last phase."
   )
+
+
+def _findings(advice: Advice) -> Iterator[str]:
+  """Says what newer findings mean for this optimizer, schedule and model, and which are of others."""
+  setting = advice.asked.setting
+  yield f"Newer, without a number: for {setting.opt_type} with lr_schedule_type={setting.lr_schedule_type}"
+  for one in FINDINGS:
+    if one is not WSD and not one.misfit(setting):
+      yield from wrapped(f"{one.title} ({one.name}): {one.says}.")
+  others = [f"{one.name} ({one.misfit(setting)})" for one in FINDINGS if one.misfit(setting)]
+  if others:
+    yield from wrapped(f"Not of this run: {', '.join(others)}.")
 
 
 def _optimizer(advice: Advice) -> Iterator[str]:
@@ -345,7 +362,9 @@ def _experiment(advice: Advice) -> Iterator[str]:
 
 def explained(training: Training) -> str:
   """Returns all rules, each in a paragraph, with what they say of this training."""
-  return "\n".join(["Rules", *("\n".join(_paragraph(rule, training)) for rule in RULES.values())])
+  return "\n".join(
+    ["Rules", *("\n".join(_paragraph(rule, training)) for rule in (*RULES.values(), *FINDINGS))]
+  )
 
 
 def _paragraph(rule: Rule, training: Training) -> Iterator[str]:

@@ -49,6 +49,26 @@ CHOICES = (
     "with little compute more prompts, with much more completions",
     "text or code",
   ),
+  Choice(
+    "policy-critical",
+    "policy optimization 2026",
+    0,
+    0,
+    0,
+    "noise is mostly within prompts, so the completions in all, prompts × completions of each, are the "
+    "batch; reusing completions raises the critical one (HiLD at ICML 2026, abstract)",
+    "text or code",
+  ),
+  Choice(
+    "two-rollouts",
+    "2-GRPO 2026",
+    0,
+    2,
+    0,
+    "2 completions of a prompt keep 97.6% of what 16 reach, with an eighth of the completions and 21% of "
+    "the time (arXiv 2510.00977v3, abstract)",
+    "text or code",
+  ),
 )
 EQUAL_GENERATIONS = (8, 32)
 """Group sizes that did equally well with as many completions, by ScaleRL."""

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch.batch_rules import published
+from maxbatch.batch_rules.findings import FINDINGS, Setting
 from maxbatch.batch_rules.published import expected_loss, half_life_tokens
 from maxbatch.batch_rules.rule import Fitted, Training, at_overhead, data_factor, steps_factor
 
@@ -210,3 +211,27 @@ def test_the_page_has_the_backtest_as_its_script_makes_it(capsys):
   runpy.run_path(str(BACKTEST))["main"]()
   page = BACKTEST.parent.parent / "docs" / "advice.md"
   assert capsys.readouterr().out.strip() in page.read_text()
+
+
+def test_every_finding_says_what_it_is_and_for_whom():
+  names = [one.name for one in FINDINGS]
+  assert len({*names, *published.RULES}) == len(names) + len(published.RULES)
+  for one in FINDINGS:
+    assert all((one.title, one.formula, one.units, one.source, one.caveat, one.says)), one.name
+    assert "arXiv" in one.source
+
+
+@pytest.mark.parametrize(
+  ("setting", "fitting"),
+  [
+    (Setting("adamw", "cosine", False), ["seesaw", "fast-catch-up"]),
+    (
+      Setting("adamw", "wsd", True),
+      ["wsd-crossing", "seesaw", "fast-catch-up", "mixture-power-laws"],
+    ),
+    (Setting("muon", "cosine", False), ["fast-catch-up", "muon-efficiency", "muon-critical"]),
+    (Setting("adafactor", "constant", False), ["wsd-crossing", "fast-catch-up"]),
+  ],
+)
+def test_findings_are_of_their_optimizer_schedule_and_model(setting, fitting):
+  assert [one.name for one in FINDINGS if not one.misfit(setting)] == fitting
