@@ -368,7 +368,7 @@ def explained(training: Training) -> str:
 
 
 def _paragraph(rule: Rule, training: Training) -> Iterator[str]:
-  yield f"  {rule.name}: {rule.formula}"
+  yield from wrapped(f"{rule.name}: {rule.formula}")
   yield from wrapped(f"{rule.units}. {rule.title}, {rule.source}; {_READ[rule.read]}.", "    ")
   if isinstance(rule, BatchRule):
     heard = "" if rule.speaks_of(training) else " It does not speak of such a training."
