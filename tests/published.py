@@ -6,6 +6,8 @@ PUBLISHED_PARAMETERS = {
   "gemma3-1b": 999_885_952,
   # Of 4,300,079,472 with the parts that see.
   "gemma3-4b": 3_880_263_168,
+  "gpt-oss-120b": 116_829_156_672,
+  "gpt-oss-20b": 20_914_757_184,
   "gpt2-small": 124_439_808,
   "llama2-7b": 6_738_415_616,
   "llama3-8b": 8_030_261_248,

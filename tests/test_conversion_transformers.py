@@ -41,6 +41,7 @@ GPT2 = {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size"
 
 EXPERTS = {
   "mixtral": {"num_local_experts": 3},
+  "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
   "olmoe": {"num_experts": 3, "num_experts_per_tok": 2},
   "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
 }

@@ -323,6 +323,9 @@ EFFECTS = [
    "loss_type=grpo grpo_beta=0.1 grpo_epsilon=0.1 grpo_epsilon_high=0.3 importance_sampling_cap=3"),
   (traced, f"{SMALL} position_embedding=rope", "rope_max_timescale=99 rope_linear_scaling_factor=2"),
   (traced, f"{SMALL} rope_factor=8 original_max_position_embeddings=64", "rope_type=llama3.1"),
+  (traced, f"{SMALL} head_dim=16 rope_type=yarn original_max_position_embeddings=64 rope_factor=8",
+   "rope_factor=4 original_max_position_embeddings=16 beta_fast=3 beta_slow=2 rope_truncate=false "
+   "rope_attention_scaling=true"),
   (traced, LLAMA, "rope_factor=4 rope_low_freq_factor=2 rope_high_freq_factor=9 original_max_position_embeddings=16"),
   (traced, f"{SMALL} sliding_window_size=4", "local_rope_max_timescale=99 layer_types=[sliding_attention,full_attention]"),
   (traced, f"{SMALL} use_qk_norm=true", "qk_norm_across_heads=true"),

@@ -189,6 +189,7 @@ def test_active_and_total_parameters():
   ("name", "total", "active"),
   [
     ("mixtral-8x7b", 46.70e9, 12.88e9),
+    ("gpt-oss-20b", 20.91e9, 3.61e9 + 201_088 * 2880),
     ("olmoe-1b-7b", 6.92e9, 1.28e9),
     ("qwen3-30b-a3b", 30.53e9, 3.35e9),
   ],

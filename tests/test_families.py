@@ -49,6 +49,11 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 8.0} | {
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 8,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 8.0, "truncate": False} | {
+  "beta_fast": 2.0,
+  "beta_slow": 0.5,
+  "original_max_position_embeddings": 16,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,6 +88,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe",
     {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
     | {"head_dim": 10, "norm_topk_prob": True},
+  ),
+  "gpt-oss": (
+    "gpt_oss",
+    {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 10, "sliding_window": 5}
+    # Small, so that they matter.
+    | {"swiglu_limit": 0.5, "swiglu_alpha": 2.0, "num_hidden_layers": 3, "rope_parameters": YARN},
   ),
   "gpt2": ("gpt2", {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 32}),
 }
@@ -162,7 +173,7 @@ def as_in_files(tensors: dict[str, np.ndarray], family: Family) -> dict[str, np.
     if family.name == "mixtral":
       name = name.replace(".mlp.", ".block_sparse_moe.")
     prefix, is_expert, fused = name.partition(".experts.")
-    if not is_expert:
+    if not is_expert or family.name == "gpt_oss":
       result[name] = tensor
       continue
     for expert, matrix in enumerate(tensor):

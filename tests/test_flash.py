@@ -76,6 +76,13 @@ def test_an_nvidia_gpu_has_a_kernel_for_bfloat16():
       "cuDNN's kernel knows no attn_logits_soft_cap=50",
     ),
     (
+      {"dtype": "bfloat16", "attention_sink": True},
+      128,
+      "gpu",
+      "9.0",
+      "cuDNN's kernel knows no attention_sink=true",
+    ),
+    (
       {"dtype": "cbfloat16"},
       128,
       "tpu",
@@ -175,7 +182,12 @@ def with_gradients(attend, q_BTNH, k_BSKH, v_BSKH) -> list[np.ndarray]:
   return [np.asarray(x) for x in run(q_BTNH, k_BSKH, v_BSKH)]
 
 
-def by_products(segment_ids_BT: jax.Array | None, window: int, soft_cap: float = 0.0):
+def by_products(
+  segment_ids_BT: jax.Array | None,
+  window: int,
+  soft_cap: float = 0.0,
+  sink_BN: jax.Array | None = None,
+):
   """The same attention by matrix products, the mask written out."""
 
   def attend(q_BTNH, k_BSKH, v_BSKH):
@@ -185,7 +197,7 @@ def by_products(segment_ids_BT: jax.Array | None, window: int, soft_cap: float =
     ids_BT = jnp.zeros((B, T), int) if segment_ids_BT is None else segment_ids_BT
     mask_BTS = jnp.asarray(seen_TS)[None] & (ids_BT[:, :, None] == ids_BT[:, None])
     first_BT = jnp.argmax(mask_BTS, axis=-1)
-    return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, first_BT, soft_cap)
+    return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, first_BT, soft_cap, sink_BN=sink_BN)
 
   return attend
 
@@ -208,6 +220,31 @@ def test_a_kernel_equals_matrix_products(kernel: str, K: int, T: int, packed: bo
   got = with_gradients(lambda q, k, v: KERNELS[kernel](q, k, v, ids_BT, window), *arrays)
   for ours, theirs in zip(got, wanted_of(K, T, packed, window), strict=True):
     np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
+
+
+def test_sinks_have_exact_gradients():
+  """By matrix products and by the TPU's kernel, against a key of its own without a value."""
+  arrays, ids_BT = operands(4, 2, 128), segments(2, 128)
+  sink_BN = jnp.asarray([[0.5, -1.0, 2.0, 0.0]])
+
+  def formula(q_BTNH, k_BSKH, v_BSKH):
+    logits_BNTS = jnp.einsum("btnh,bsnh->bnts", q_BTNH / 4, jnp.repeat(k_BSKH, 2, axis=2))
+    back_TS = np.arange(128)[:, None] - np.arange(128)[None]
+    seen_BTS = (ids_BT[:, :, None] == ids_BT[:, None]) & jnp.asarray(back_TS >= 0)[None]
+    logits_BNTS = jnp.where(seen_BTS[:, None], logits_BNTS, -1e30)
+    sinks_BNT1 = jnp.broadcast_to(sink_BN[..., None, None], (2, 4, 128, 1))
+    weights = jax.nn.softmax(jnp.concatenate([logits_BNTS, sinks_BNT1], -1))[..., :-1]
+    return jnp.einsum("bnts,bsnh->btnh", weights, jnp.repeat(v_BSKH, 2, axis=2))
+
+  def kernel(q_BTNH, k_BSKH, v_BSKH):
+    return flash.tpu_attention(
+      q_BTNH, k_BSKH, v_BSKH, ids_BT, 0, sink_BN.repeat(2, 0), interpret=True
+    )
+
+  wanted = with_gradients(formula, *arrays)
+  for attend in (by_products(ids_BT, 0, sink_BN=sink_BN), kernel):
+    for ours, theirs in zip(with_gradients(attend, *arrays), wanted, strict=True):
+      np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
 
 
 def test_capped_logits_have_exact_gradients():

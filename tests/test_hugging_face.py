@@ -132,7 +132,7 @@ REFUSALS = {
   "another family": (
     {"model_type": "mamba"},
     "model_type=mamba is not supported; what works: llama, mistral, qwen2, qwen3, gemma2, "
-    "gemma3_text, gemma3, olmo2, gpt2, mixtral, olmoe, qwen3_moe",
+    "gemma3_text, gemma3, olmo2, gpt2, mixtral, olmoe, qwen3_moe, gpt_oss",
   ),
 }
 

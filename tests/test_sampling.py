@@ -48,6 +48,12 @@ FAMILIES = {
   "mixed": MIXED,
   "unrolled": (*MIXED, "scan_layers=false"),
   "mixture": ("num_experts=4", "shared_experts=1", "base_moe_mlp_dim=8"),
+  "gpt-oss": (
+    *("num_experts=4", "router_logit_bias=true", "mlp_bias=true", "mlp_activation=clamped_swiglu"),
+    *("attention_sink=true", "sliding_window_size=4"),
+    *("layer_types=[sliding_attention,full_attention]", "rope_type=yarn", "rope_factor=4"),
+    *("original_max_position_embeddings=8", "rope_attention_scaling=true"),
+  ),
 }
 every_family = pytest.mark.parametrize("keys", FAMILIES.values(), ids=FAMILIES)
 

@@ -20,7 +20,7 @@ from maxbatch.checkpoints.formats import whole_slices
 from maxbatch.checkpoints.tensor_files import Index, StoredArray, TensorFolder
 from maxbatch.errors import UserError, first_of
 from maxbatch.hardware.sharding import LogicalAxes
-from maxbatch.hugging_face.family import Family, Shape, Tensor
+from maxbatch.hugging_face.family import Family, Interleaved, Shape, Tensor
 from maxbatch.hugging_face.registry import read_folder
 from maxbatch.models.lora import ADAPTER
 from maxbatch.models.registry import Model, Parameters
@@ -45,6 +45,10 @@ class Place:
     shape, in_dims = self.shapes[self.number], self.tensor.in_dims
     sizes = zip(index, shape, strict=True)
     inside = tuple(slice(min(each.start, size), min(each.stop, size)) for each, size in sizes)
+    if isinstance(self.tensor, Interleaved):
+      ways, last = len(self.shapes), inside[-1]
+      rows = theirs.read((*inside[:-1], slice(ways * last.start, ways * last.stop)))
+      return rows[..., self.number :: ways]
     before = sum(math.prod(other[in_dims:]) for other in self.shapes[: self.number])
     rows = _range(inside[:in_dims], shape[:in_dims])
     columns = _range(inside[in_dims:], shape[in_dims:], before)

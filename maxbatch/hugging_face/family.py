@@ -96,6 +96,26 @@ def linear(name: str, *parameters: str, in_dims: int = 1) -> Tensor:
   return Tensor(name, parameters, in_dims, transposed=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Interleaved(Tensor):
+  """One of theirs of the shape of ours but for the last dim, in which several of ours take turns."""
+
+  def shape(self, shapes: Sequence[Shape]) -> Shape:
+    return (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+
+  def theirs(self, ours: Sequence[Array]) -> Array:
+    stacked = ours[0].__array_namespace__().stack(list(ours), axis=-1)
+    return stacked.reshape(self.shape([each.shape for each in ours]))
+
+  def ours(self, theirs: Array, shapes: Sequence[Shape]) -> list[Array]:
+    return [theirs[..., number :: len(shapes)] for number in range(len(shapes))]
+
+
+def interleaved(name: str, *parameters: str) -> Interleaved:
+  """Maps a tensor that holds the matrices, or biases, of all experts of a layer."""
+  return Interleaved(name, parameters, in_dims=0, transposed=False)
+
+
 def matrix(name: str, *parameters: str, in_dims: int = 1) -> Tensor:
   """Maps a matrix (inputs, outputs), as GPT-2's Conv1D and all embeddings are."""
   return Tensor(name, parameters, in_dims, transposed=False)
@@ -234,14 +254,6 @@ def _allowed(name: str, values: Collection[Any]) -> str:
   return "what works: " + " or ".join(f"{name}={json.dumps(value)}" for value in values)
 
 
-_LLAMA3 = {
-  "factor": "rope_factor",
-  "low_freq_factor": "rope_low_freq_factor",
-  "high_freq_factor": "rope_high_freq_factor",
-  "original_max_position_embeddings": "original_max_position_embeddings",
-}
-
-
 def _read_heads(theirs: ConfigJson) -> dict[str, Any]:
   heads, kv_heads, width = (
     theirs[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -256,53 +268,6 @@ HEADS = Part(
   lambda ours: {"num_key_value_heads": ours["base_num_kv_heads"], "head_dim": ours["head_dim"]},
 )
 """Key/value heads, as many as the others if not said, and the width of a head."""
-
-
-def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
-  """Reads `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`."""
-  base, new = theirs["rope_theta"], theirs.mapping("rope_parameters")
-  key = "rope_parameters" if new else "rope_scaling"
-  parameters = new or theirs.mapping("rope_scaling")
-  base = parameters.get("rope_theta", base)
-  return {"rope_max_timescale": base, **rope_scaling(theirs, key, parameters)}
-
-
-def rope_scaling(theirs: ConfigJson, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns our keys for an object of rope parameters; UserError for a type not computed here."""
-  kind = str(values.get("rope_type", values.get("type", "default")))
-  given = set(values) - {"rope_type", "type", "rope_theta"}
-  if values.get("partial_rotary_factor") == 1:  # All of a head, as transformers 5 spells out.
-    given -= {"partial_rotary_factor"}
-  taken = {"linear": {"factor"}, "llama3": set(_LLAMA3)}.get(kind, set())
-  if kind not in ("default", "linear", "llama3"):
-    raise theirs.refusal(
-      key, f"rope_type {kind} not supported; what works: default, linear, llama3"
-    )
-  if given != taken:
-    raise theirs.refusal(key, f"rope_type {kind} needs {sorted(taken)} and nothing else")
-  if kind == "linear":
-    return {"rope_linear_scaling_factor": values["factor"]}
-  if kind == "llama3":
-    return {"rope_type": "llama3.1"} | {ours: values[name] for name, ours in _LLAMA3.items()}
-  return {}
-
-
-def _write_rope(ours: Ours) -> dict[str, Any]:
-  """Writes the rope parameters as in all published files, which transformers 5 reads as well."""
-  scaling = written_scaling(ours)
-  return {"rope_theta": ours["rope_max_timescale"]} | ({"rope_scaling": scaling} if scaling else {})
-
-
-def written_scaling(ours: Ours) -> dict[str, Any]:
-  """Returns the object rope_scaling; empty where nothing is scaled."""
-  if ours["rope_type"] == "llama3.1":
-    return {"rope_type": "llama3"} | {name: ours[key] for name, key in _LLAMA3.items()}
-  factor = ours["rope_linear_scaling_factor"]
-  return {} if factor == 1 else {"rope_type": "linear", "factor": factor}
-
-
-ROPE = Part(_read_rope, _write_rope)
-"""Rotary positions, the same in all layers."""
 
 
 BIASES = Part(

@@ -44,6 +44,11 @@ PLAIN: Mapping[str, Any] = {
   "rope_low_freq_factor": 1.0,
   "rope_high_freq_factor": 4.0,
   "original_max_position_embeddings": 8192,
+  "beta_fast": 32.0,
+  "beta_slow": 1.0,
+  "rope_truncate": True,
+  "rope_attention_scaling": False,
+  "attention_sink": False,
   "sliding_window_size": 0,
   "layer_types": (),
   "query_pre_attn_scalar": 0,
@@ -71,11 +76,15 @@ PLAIN: Mapping[str, Any] = {
 }
 """The other keys, as Llama has them: a family names only those of its own that differ."""
 
-_LATER = frozenset({"mlp_activations_limit", "swiglu_alpha", "router_logit_bias"})
+_YARN = ("beta_fast", "beta_slow", "rope_truncate", "rope_attention_scaling")
+_LATER = frozenset(
+  {*_YARN, "mlp_activations_limit", "swiglu_alpha", "router_logit_bias", "attention_sink"}
+)
 """Those that came after steps had been compiled whose digests are kept."""
 
-_ROPE = [*(key for key in PLAIN if "rope_" in key), "original_max_position_embeddings"]
-_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor")
+_LONGER = ("rope_factor", "original_max_position_embeddings")
+_LLAMA = ("rope_low_freq_factor", "rope_high_freq_factor")
+_ROPE = sorted({*(key for key in PLAIN if "rope_" in key), *_LONGER, *_YARN})
 _OF_EXPERTS = [
   *("num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func"),
   *("norm_topk_prob", "routed_scaling_factor", "routed_bias", "n_routing_groups"),
@@ -134,7 +143,9 @@ def _computed(model: Mapping[str, Any]) -> dict[str, Any]:
     # How far the model was made to see changes nothing that it computes.
     without += ["max_position_embeddings"]
   if keys["rope_type"] == "default":
-    without += [*_SCALING, "original_max_position_embeddings"]
+    without += _LONGER
+  without += [] if keys["rope_type"] == "llama3.1" else _LLAMA
+  without += [] if keys["rope_type"] == "yarn" else _YARN
   if keys["num_experts"] == 1:
     without += _OF_EXPERTS
   else:

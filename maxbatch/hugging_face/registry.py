@@ -11,7 +11,7 @@ from maxbatch.errors import UserError
 from maxbatch.hugging_face.families.gemma import GEMMA2, GEMMA3
 from maxbatch.hugging_face.families.gpt2 import GPT2
 from maxbatch.hugging_face.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
-from maxbatch.hugging_face.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
+from maxbatch.hugging_face.families.mixtures import GPT_OSS, MIXTRAL, OLMOE, QWEN3_MOE
 from maxbatch.hugging_face.family import Family, Ours
 from maxbatch.hugging_face.model_keys import read_config_json
 
@@ -27,6 +27,7 @@ FAMILIES: tuple[Family, ...] = (
   MIXTRAL,
   OLMOE,
   QWEN3_MOE,
+  GPT_OSS,
 )
 """A model of ours is written as the first that can say all of it."""
 

@@ -21,7 +21,8 @@ from maxbatch.hugging_face.model_keys import layer_types
 from maxbatch.models import flash
 from maxbatch.models.cache import LayerCache, dot_product_attention
 from maxbatch.models.forms import rotated
-from maxbatch.models.layers import Norm, Projection
+from maxbatch.models.layers import Norm, Projection, constant, over_rows_of
+from maxbatch.models.probes import Probe, probe, probe_values
 from maxbatch.models.remat import named
 from maxbatch.precision.policy import PLAIN, Policy
 
@@ -31,6 +32,8 @@ def frequency_factors(config: ModelConfig) -> np.ndarray | None:
   factors = np.full(config.head_dim // 2, 1 / config.rope_linear_scaling_factor)
   if config.rope_type == "llama3.1":
     factors *= _llama3(config)
+  if config.rope_type == "yarn":
+    factors *= _yarn(config)
   return factors.astype(np.float32) if (factors != 1).any() else None
 
 
@@ -43,6 +46,29 @@ def _llama3(config: ModelConfig) -> np.ndarray:
   low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
   kept = np.clip((turns - low) / (high - low), 0, 1)
   return kept + (1 - kept) / config.rope_factor
+
+
+def _yarn(config: ModelConfig) -> np.ndarray:
+  """Leaves pairs with more than beta_fast turns unchanged, divides those with less than beta_slow, and
+  interpolates those between by their numbers (Peng et al. 2023)."""
+
+  def pair(turns: float) -> float:
+    wavelengths = config.original_max_position_embeddings / (2 * math.pi * turns)
+    return config.head_dim * math.log(wavelengths) / (2 * math.log(config.rope_max_timescale))
+
+  low, high = pair(config.beta_fast), pair(config.beta_slow)
+  if config.rope_truncate:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, config.head_dim - 1)
+  pairs = np.arange(config.head_dim // 2)
+  slow = np.clip((pairs - low) / (high - low or 1e-3), 0, 1)
+  return 1 - slow + slow / config.rope_factor
+
+
+def rotation_scale(config: ModelConfig) -> float:
+  """Returns the factor of queries and keys, with which yarn sharpens attention over longer rows."""
+  scales = config.rope_type == "yarn" and config.rope_attention_scaling
+  return 1 + 0.1 * math.log(config.rope_factor) if scales else 1.0
 
 
 def sliding_layers(config: ModelConfig) -> np.ndarray:
@@ -136,11 +162,13 @@ def _contexts(
     cos = sin = None
     if config.position_embedding == "rope":
       cos, sin = _rotations(positions_BT, config.head_dim, timescale, factors_H)
+      if scale != 1:
+        cos, sin = scale * cos, scale * sin
     return AttentionContext(first_seen(window), cos, sin, segment_ids_BT, window > 0)
 
   slides_L = sliding_layers(config)
   timescale, local = config.rope_max_timescale, config.local_rope_max_timescale
-  factors_H = frequency_factors(config)
+  factors_H, scale = frequency_factors(config), rotation_scale(config)
   if not slides_L.any():
     full = context(0, timescale, factors_H)
     return LayerContexts(full, full, slides_L)
@@ -190,6 +218,9 @@ class Attention(nnx.Module):
     out_axes, out_bias = ("heads", "head_dim", "embed"), config.attention_out_bias
     self.out = Projection(rngs, (N, H), (D,), out_axes, bias=out_bias, scale=residual_scale)
     self.out.saved_as = "out_proj"
+    self.sink = constant(0.0, (N,), ("heads",)) if config.attention_sink else None
+    """A logit of each head that takes a part of the weights and gives nothing (gpt-oss)."""
+    self.probe: Probe | None = probe("sink") if config.attention_sink else None
     self.query_norm = _norm(config, N, "heads")
     self.key_norm = _norm(config, K, "kv_heads")
     # Makes of logits divided by √head_dim those divided by the root of another number.
@@ -212,21 +243,29 @@ class Attention(nnx.Module):
     k_BSKH = constrain(k_BSKH, ("batch", "length", "kv_heads", "head_dim"))
     q_BTNH, k_BSKH = named(q_BTNH, "query_proj"), named(k_BSKH, "key_proj")
     v_BSKH = named(v_BSKH, "value_proj")
-    cap = self.config.attn_logits_soft_cap
+    cap, sink_BN = self.config.attn_logits_soft_cap, None
+    if self.sink is not None:
+      sink_BN = over_rows_of(self.sink, PLAIN, probe_values(self.probe, "sink"), 2)
     if at.cache is not None:
       at.cache.put(k_BSKH, v_BSKH)
     if at.cache is not None and not at.cache.is_new:
-      out_BTNH = at.cache.attention(q_BTNH, at.first_BT, cap, self.policy)
+      out_BTNH = at.cache.attention(q_BTNH, at.first_BT, cap, self.policy, sink_BN)
     elif self.config.attention == "flash" and flash.has_devices():
-      out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at)
+      out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at, sink_BN)
     else:
-      out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT, cap, self.policy)
+      rows = q_BTNH, k_BSKH, v_BSKH, at.first_BT
+      out_BTNH = dot_product_attention(*rows, cap, self.policy, sink_BN)
       out_BTNH = named(out_BTNH, "context")
     out_BTNH = named(self.policy.cast(out_BTNH), "attention_out")
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))
 
   def _flash(
-    self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, at: AttentionContext
+    self,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    at: AttentionContext,
+    sink_BN: jax.Array | None,
   ) -> jax.Array:
     """Attends by a kernel with a compiled window: where it is data there are two."""
 
@@ -236,6 +275,7 @@ class Attention(nnx.Module):
         segment_ids_BT=at.segment_ids_BT,
         window=window,
         soft_cap=self.config.attn_logits_soft_cap,
+        sink_BN=sink_BN,
       )
 
     window = self.config.sliding_window_size

@@ -34,6 +34,7 @@ def dot_product_attention(
   first_BT: jax.Array,
   soft_cap: float = 0.0,
   policy: Policy = PLAIN,
+  sink_BN: jax.Array | None = None,
 ) -> jax.Array:
   """Returns attention (B, T, N, H) of each query to the keys from its first to itself; softmax in float32.
 
@@ -43,14 +44,22 @@ def dot_product_attention(
       row cost next to nothing; a mask of (B, T, S) made the whole step half as slow again.
     soft_cap: logits become cap·tanh(logit/cap) (Gemma 2); 0: they stay as they are.
     policy: in which format the operands of matrix products are, these and those made here.
+    sink_BN: float32[B or 1, N]: a logit of each head beside those of the keys, without a value (gpt-oss).
   """
   B, T, N, H = q_BTNH.shape
   K, G = k_BSKH.shape[2], N // k_BSKH.shape[2]
   # The G heads that share keys become rows of one product: X = G·T.
   q_BKXH = policy.cast(q_BTNH / math.sqrt(H)).transpose(0, 2, 1, 3).reshape(B, K, G * T, H)
   k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
-  out_BKXH = _attend(q_BKXH, k_BKSH, v_BKSH, jnp.tile(first_BT, (1, G)), soft_cap, policy)
+  sink_BKX = None if sink_BN is None else _by_query(sink_BN, K, T)
+  rows = q_BKXH, k_BKSH, v_BKSH, jnp.tile(first_BT, (1, G)), sink_BKX
+  out_BKXH = _attend(*rows, soft_cap, policy)
   return out_BKXH.reshape(B, N, T, H).transpose(0, 2, 1, 3)
+
+
+def _by_query(sink_BN: jax.Array, num_kv_heads: int, queries: int) -> jax.Array:
+  """Returns the sink of each of X = G·T queries: (B, K, X)."""
+  return jnp.repeat(sink_BN.reshape(len(sink_BN), num_kv_heads, -1), queries, axis=-1)
 
 
 def _logits(q_BKXH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
@@ -70,20 +79,23 @@ def _masked(logits_BKXS: jax.Array, first_BX: jax.Array) -> jax.Array:
   return jnp.where(seen_BXS[:, None], logits_BKXS, jnp.finfo(jnp.float32).min)
 
 
-def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap, policy):
+def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, soft_cap, policy):
   logits_BKXS = _masked(capped(_logits(q_BKXH, k_BKSH), soft_cap), first_BX)
   max_BKX1 = logits_BKXS.max(-1, keepdims=True)
   exp_BKXS = jnp.exp(logits_BKXS - max_BKX1)
   sum_BKX1 = exp_BKXS.sum(-1, keepdims=True)
+  if sink_BKX is not None:
+    sum_BKX1 = sum_BKX1 + jnp.exp(sink_BKX[..., None] - max_BKX1)
   # Divided after the product: fewer divisions, and the largest weight is exactly 1 in bfloat16.
   exp_BKXS = policy.rounded(exp_BKXS)
   mixed_BKXH = jnp.matmul(exp_BKXS, v_BKSH, preferred_element_type=jnp.float32)
   out_BKXH = policy.rounded(mixed_BKXH / sum_BKX1)
-  return out_BKXH, (q_BKXH, k_BKSH, v_BKSH, first_BX, out_BKXH, max_BKX1 + jnp.log(sum_BKX1))
+  log_sum_BKX1 = max_BKX1 + jnp.log(sum_BKX1)
+  return out_BKXH, (q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, out_BKXH, log_sum_BKX1)
 
 
 def _backward(soft_cap, policy, kept, d_out_BKXH):
-  q_BKXH, k_BKSH, v_BKSH, first_BX, out_BKXH, log_sum_BKX1 = kept
+  q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, out_BKXH, log_sum_BKX1 = kept
   f32 = jnp.float32
   capped_BKXS = capped(_logits(q_BKXH, k_BKSH), soft_cap)
   weights_BKXS = jnp.exp(_masked(capped_BKXS, first_BX) - log_sum_BKX1)
@@ -98,10 +110,18 @@ def _backward(soft_cap, policy, kept, d_out_BKXH):
   d_logits_BKXS = policy.rounded(d_logits_BKXS)
   d_q_BKXH = jnp.matmul(d_logits_BKXS, k_BKSH)
   d_k_BKSH = jnp.matmul(d_logits_BKXS.mT, q_BKXH)
-  return d_q_BKXH, d_k_BKSH, d_v_BKSH, None
+  return d_q_BKXH, d_k_BKSH, d_v_BKSH, None, _sink_gradient(sink_BKX, log_sum_BKX1, shift_BKX1)
 
 
-_attend = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(4, 5))
+def _sink_gradient(sink_BKX, log_sum_BKX1, shift_BKX1):
+  """Of a logit whose value is zero."""
+  if sink_BKX is None:
+    return None
+  d_BKX = -jnp.exp(sink_BKX - log_sum_BKX1[..., 0]) * shift_BKX1[..., 0]
+  return d_BKX if len(sink_BKX) > 1 else d_BKX.sum(0, keepdims=True)
+
+
+_attend = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(5, 6))
 _attend.defvjp(_forward, _backward)
 
 
@@ -167,7 +187,12 @@ class LayerCache:
     return jax.lax.dynamic_update_slice(kept, x_BKTH[None], (self._layer, *at))
 
   def attention(
-    self, q_B1NH: jax.Array, first_B1: jax.Array, soft_cap: float, policy: Policy
+    self,
+    q_B1NH: jax.Array,
+    first_B1: jax.Array,
+    soft_cap: float,
+    policy: Policy,
+    sink_BN: jax.Array | None = None,
   ) -> jax.Array:
     """Attends, as `dot_product_attention`, from the token that was put last to all from its first
     to itself."""
@@ -180,10 +205,14 @@ class LayerCache:
     places_1S = jnp.arange(S)[None]
     seen_BS = (places_1S >= first_B1) & (places_1S <= self.place)
     logits_BKGS = jnp.where(seen_BS[:, None, None], logits_BKGS, jnp.finfo(jnp.float32).min)
-    exp_BKGS = jnp.exp(logits_BKGS - logits_BKGS.max(-1, keepdims=True))
+    max_BKG1 = logits_BKGS.max(-1, keepdims=True)
+    exp_BKGS = jnp.exp(logits_BKGS - max_BKG1)
+    sum_BKG1 = exp_BKGS.sum(-1, keepdims=True)
+    if sink_BN is not None:
+      sum_BKG1 = sum_BKG1 + jnp.exp(sink_BN.reshape(-1, K, N // K, 1) - max_BKG1)
     weights_BKGS = policy.rounded(exp_BKGS)
     mixed_BKGH = jnp.matmul(weights_BKGS, values_BKSH, preferred_element_type=jnp.float32)
-    out_BKGH = mixed_BKGH / exp_BKGS.sum(-1, keepdims=True)
+    out_BKGH = mixed_BKGH / sum_BKG1
     return policy.rounded(out_BKGH).reshape(B, 1, N, H)
 
   def _own(self) -> KeysValues:

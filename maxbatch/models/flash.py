@@ -88,6 +88,8 @@ def _cudnn_obstacle(
     return f"cuDNN's kernel needs compute capability 8.0, but the GPU has {capability}"
   if config.attn_logits_soft_cap:
     return f"cuDNN's kernel knows no attn_logits_soft_cap={config.attn_logits_soft_cap:g}"
+  if config.attention_sink:
+    return "cuDNN's kernel knows no attention_sink=true"
   if compute != BFLOAT16:
     return f"cuDNN's kernel computes in bfloat16, not in dtype={compute.name}; use dtype=bfloat16"
   widest = 256 if chip >= _HOPPER else 128
@@ -122,6 +124,7 @@ def flash_attention(
   kernel: Kernel | None = None,
   *,
   soft_cap: float = 0.0,
+  sink_BN: jax.Array | None = None,
 ) -> jax.Array:
   """Returns causal attention (B, T, N, H), each device working on its own rows and heads.
 
@@ -134,6 +137,7 @@ def flash_attention(
     window: tokens each token sees, itself included; 0: all before it.
     kernel: what to run on each device; None: what belongs to the mesh's devices.
     soft_cap: logits become cap·tanh(logit/cap), on a TPU; 0: they stay as they are.
+    sink_BN: as in `dot_product_attention`, on a TPU.
   """
   mesh = jax.sharding.get_abstract_mesh()
   run = kernel or KERNELS[mesh.abstract_device.platform]
@@ -142,15 +146,18 @@ def flash_attention(
   queries = auto_axes_spec(("batch", "length", "heads", "head_dim"), q_BTNH.shape)
   keys = auto_axes_spec(("batch", "length", "kv_heads", "head_dim"), k_BSKH.shape)
   rows = auto_axes_spec(("batch", "length"), q_BTNH.shape[:2])
+  B, _, N, _ = q_BTNH.shape
+  sinks_BN = [] if sink_BN is None else [jnp.broadcast_to(sink_BN, (B, N))]
+  sinks = [auto_axes_spec(("batch", "heads"), (B, N))] * len(sinks_BN)
   # Without check_vma, which splash attention does not know, an axis that divides nothing costs an
   # all-reduce of equal gradients: correct, but only `stage` can be such an axis and be large.
   return jax.shard_map(
-    lambda q, k, v, ids: run(q, k, v, ids, window),
-    in_specs=(queries, keys, keys, rows),
+    lambda q, k, v, ids, *sinks: run(q, k, v, ids, window, *sinks),
+    in_specs=(queries, keys, keys, rows, *sinks),
     out_specs=queries,
     axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
     check_vma=False,
-  )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+  )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, *sinks_BN)
 
 
 def _divisible(x_BSKH: jax.Array, num_query_heads: int, ways: int) -> jax.Array:
@@ -169,6 +176,7 @@ def tpu_attention(
   v_BSKH: jax.Array,
   segment_ids_BT: jax.Array | None,
   window: int,
+  sink_BN: jax.Array | None = None,
   *,
   soft_cap: float = 0.0,
   interpret: bool = False,
@@ -184,7 +192,7 @@ def tpu_attention(
   scaled = q_BTNH / math.sqrt(H), k_BSKH, v_BSKH
   q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(pad(x), 1, 2) for x in scaled)
   kernel = _splash_kernel(N, length, window, soft_cap, interpret=interpret)
-  out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
+  out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments, sink_BN)
   return jnp.swapaxes(out_BNTH, 1, 2)[:, :T]
 
 

@@ -141,7 +141,7 @@ class Projection(nnx.Module):
       low = self._multiplied(x, "lora_a", self.lora_a, len(self.in_shape))
       y = y + self.lora_scale * self._multiplied(low, "lora_b", self.lora_b, 1)
     if self.bias is not None:
-      y = y + _over_rows(self.bias, self.policy, probe_values(self.probe, "bias"), y.ndim)
+      y = y + over_rows_of(self.bias, self.policy, probe_values(self.probe, "bias"), y.ndim)
     y = given_out(y, self.policy, self.exponents)
     return named(y, self.saved_as) if self.saved_as else y
 
@@ -198,14 +198,14 @@ class Norm(nnx.Module):
     if self.bias is not None:
       y = y - y.mean(self.dims, keepdims=True)
     y = y * jax.lax.rsqrt((y * y).mean(self.dims, keepdims=True) + self.epsilon)
-    scale = _over_rows(self.scale, PLAIN, probe_values(self.probe, "scale"), y.ndim)
+    scale = over_rows_of(self.scale, PLAIN, probe_values(self.probe, "scale"), y.ndim)
     y = y * (scale + self.offset if self.offset else scale)
     if self.bias is not None:
-      y = y + _over_rows(self.bias, PLAIN, probe_values(self.probe, "bias"), y.ndim)
+      y = y + over_rows_of(self.bias, PLAIN, probe_values(self.probe, "bias"), y.ndim)
     return given_out(y, self.policy, self.exponents)
 
 
-def _over_rows(
+def over_rows_of(
   parameter: Parameter, policy: Policy, probe_BS: jax.Array | None, ndim: int
 ) -> jax.Array:
   """Returns a parameter of the last dims of an array (B, T, …), ready to be combined with it."""

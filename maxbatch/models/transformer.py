@@ -353,6 +353,11 @@ def _validate_positions(config: ModelConfig, max_target_length: int) -> None:
       f"the positions that there are with position_embedding=learned; for example "
       f"max_target_length={longest}"
     )
+  fast, slow = config.beta_fast, config.beta_slow
+  if config.rope_type == "yarn" and fast <= slow:
+    raise UserError(
+      f"beta_fast={fast:g} must be more than beta_slow={slow:g}; for example beta_fast={32 * slow:g}"
+    )
   if config.rope_type == "llama3.1" and config.rope_high_freq_factor <= low:
     raise UserError(
       f"rope_high_freq_factor={config.rope_high_freq_factor:g} must be more than "

@@ -33,11 +33,13 @@ from maxbatch.config.keys.read_when import (
   EXPERTS,
   GATED,
   LLAMA_ROPE,
+  LONGER_ROPE,
   LOSS_SCALE,
   NOT_GATED,
   QK_NORM,
   ROPE,
   WINDOW,
+  YARN,
 )
 
 RematPlace = Literal["remat", "device", "offload"]
@@ -92,9 +94,9 @@ class ModelConfig(Section, heading="the model"):
   max_position_embeddings: PositiveOrUnset = key(-1, FIXED)
   """Positions that the model is made for: the length of a learned table, and what an export states;
   -1: max_target_length."""
-  rope_type: Literal["default", "llama3.1"] = key("default", FIXED, ROPE)
-  """RoPE's frequencies: default, or llama3.1: low frequencies divided by rope_factor, so that a
-  trained model reads longer rows."""
+  rope_type: Literal["default", "llama3.1", "yarn"] = key("default", FIXED, ROPE)
+  """RoPE's frequencies: default, or slow ones divided by rope_factor, so that a trained model reads
+  longer rows: llama3.1, or yarn (gpt-oss, DeepSeek)."""
   rope_max_timescale: Annotated[float, Range(low=1, limit=FLOAT32)] = key(10000.0, FIXED, ROPE)
   """RoPE's longest wavelength (theta); raise it for longer contexts."""
   local_rope_max_timescale: Annotated[float, Range(low=1, limit=FLOAT32, also=-1)] = key(
@@ -104,17 +106,28 @@ class ModelConfig(Section, heading="the model"):
   rope_linear_scaling_factor: Annotated[float, Range(low=1, limit=FLOAT32)] = key(1.0, FIXED, ROPE)
   """Divides all RoPE frequencies except those of local_rope_max_timescale (Gemma 3: 8); 1: no
   scaling."""
-  rope_factor: Annotated[float, Range(low=1, limit=FLOAT32)] = key(1.0, FIXED, ROPE, LLAMA_ROPE)
-  """rope_type llama3.1: factor by which slow frequencies are divided (Llama 3.1: 8, Llama 3.2:
-  32)."""
+  rope_factor: Annotated[float, Range(low=1, limit=FLOAT32)] = key(1.0, FIXED, ROPE, LONGER_ROPE)
+  """Factor by which slow frequencies are divided (Llama 3.1: 8, Llama 3.2 and gpt-oss: 32)."""
   rope_low_freq_factor: NonNegativeFloat = key(1.0, FIXED, ROPE, LLAMA_ROPE)
   """rope_type llama3.1: frequencies with fewer turns than this within
   original_max_position_embeddings are divided in full."""
   rope_high_freq_factor: NonNegativeFloat = key(4.0, FIXED, ROPE, LLAMA_ROPE)
   """rope_type llama3.1: frequencies with more turns than this within
   original_max_position_embeddings stay unchanged."""
-  original_max_position_embeddings: Positive = key(8192, FIXED, ROPE, LLAMA_ROPE)
-  """rope_type llama3.1: context length, in tokens, that the model was first trained with."""
+  original_max_position_embeddings: Positive = key(8192, FIXED, ROPE, LONGER_ROPE)
+  """rope_type llama3.1 or yarn: context length, in tokens, that the model was first trained with."""
+  beta_fast: Annotated[float, Range(low=1e-6, limit=FLOAT32)] = key(32.0, FIXED, ROPE, YARN)
+  """rope_type yarn: frequencies with more turns than this within original_max_position_embeddings stay
+  unchanged."""
+  beta_slow: Annotated[float, Range(low=1e-6, limit=FLOAT32)] = key(1.0, FIXED, ROPE, YARN)
+  """rope_type yarn: frequencies with fewer turns than this are divided in full."""
+  rope_truncate: bool = key(True, FIXED, ROPE, YARN)
+  """rope_type yarn: round the first and the last frequency between those outwards; false: gpt-oss."""
+  rope_attention_scaling: bool = key(False, FIXED, ROPE, YARN)
+  """rope_type yarn: multiply queries and keys by 1 + 0.1·log(rope_factor) (gpt-oss)."""
+  attention_sink: bool = key(False, FIXED)
+  """A trained logit for each head that takes a part of the attention weights and gives nothing
+  (gpt-oss)."""
   sliding_window_size: NonNegative = key(0, FIXED)
   """Sliding-window attention: tokens that a token attends to, including itself; 0: all."""
   layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = key((), FIXED, WINDOW)

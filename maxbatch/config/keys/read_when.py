@@ -64,6 +64,8 @@ WORKERS = when({"grain_worker_count": besides(0, like=2)})
 # The model and its precision.
 ROPE = when({"position_embedding": "rope"}, refuses=True)
 LLAMA_ROPE = when({"rope_type": "llama3.1"}, refuses=True)
+LONGER_ROPE = when({"rope_type": ["llama3.1", "yarn"]}, refuses=True)
+YARN = when({"rope_type": "yarn"}, refuses=True)
 WINDOW = when({"sliding_window_size": besides(0, like=1024)}, refuses=True)
 QK_NORM = when({"use_qk_norm": True}, refuses=True)
 CUSTOM_REMAT = when({"remat_policy": ["custom", "explore"]}, refuses=True)

@@ -10,17 +10,15 @@ from maxbatch.hugging_face.families.llama import OUTSIDE, PROJECTIONS, QK_NORMS,
 from maxbatch.hugging_face.family import (
   BIASES,
   HEADS,
-  ROPE,
   Family,
   Ours,
   Part,
   read_layer_types,
-  rope_scaling,
   vector,
   written_layer_types,
-  written_scaling,
 )
 from maxbatch.hugging_face.model_keys import ConfigJson
+from maxbatch.hugging_face.positions import ROPE, rope_scaling, written_scaling
 
 
 def alternating(default_pattern: int) -> Part:

@@ -5,7 +5,6 @@ from typing import Any
 from maxbatch.hugging_face.family import (
   BIASES,
   HEADS,
-  ROPE,
   Family,
   Ours,
   Part,
@@ -16,6 +15,7 @@ from maxbatch.hugging_face.family import (
   written_layer_types,
 )
 from maxbatch.hugging_face.model_keys import ConfigJson
+from maxbatch.hugging_face.positions import ROPE
 
 SAME = {
   "vocab_size": "vocab_size",

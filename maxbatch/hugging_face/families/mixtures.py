@@ -1,7 +1,11 @@
-"""Mixtures of experts: Mixtral, OLMoE and Qwen 3's. Files have a tensor for each matrix of each expert."""
+"""Mixtures of experts: Mixtral, OLMoE, Qwen 3's and gpt-oss.
+
+Files have a tensor for each matrix of each expert, but those of gpt-oss, one for all experts.
+"""
 
 from typing import Any
 
+from maxbatch.hugging_face.families.gemma import alternating
 from maxbatch.hugging_face.families.llama import (
   ACTIVATION,
   DEFAULTS,
@@ -13,8 +17,19 @@ from maxbatch.hugging_face.families.llama import (
   SAME,
   WINDOW,
 )
-from maxbatch.hugging_face.family import BIASES, HEADS, ROPE, Family, Ours, Part, Tensor, linear
+from maxbatch.hugging_face.family import (
+  BIASES,
+  HEADS,
+  Family,
+  Ours,
+  Part,
+  Tensor,
+  interleaved,
+  linear,
+  vector,
+)
 from maxbatch.hugging_face.model_keys import ConfigJson
+from maxbatch.hugging_face.positions import ROPE
 
 _ATTENTION = tuple(each for each in PROJECTIONS if ".mlp." not in each.name)
 _SAME = {name: key for name, key in SAME.items() if name != "intermediate_size"} | {
@@ -117,5 +132,45 @@ QWEN3_MOE = Family(
     "num_experts": 128,
   },
   tensors=(*OUTSIDE, *PRE_NORMS, *_ATTENTION, *QK_NORMS, *_BY_MLP),
+  not_parameters=NOT_PARAMETERS,
+)
+
+_OSS_EXPERTS = "model.layers.{}.mlp.experts."
+
+GPT_OSS = Family(
+  model_types=("gpt_oss",),
+  architectures=("GptOssForCausalLM",),
+  same={**_SAME, "swiglu_limit": "mlp_activations_limit", "swiglu_alpha": "swiglu_alpha"},
+  constants={
+    **{"attention_sink": True, "mlp_activation": "clamped_swiglu", "mlp_bias": True},
+    "router_logit_bias": True,
+  },
+  fixed={"attention_dropout": 0.0, "hidden_act": "silu"},
+  parts=(HEADS, ROPE, BIASES, alternating(2), _LOCAL_NUMBER, _WIDTH),
+  # The published files name some twice.
+  harmless=_HARMLESS | {"experts_per_token", "initial_context_length"},
+  defaults={
+    **DEFAULTS,
+    **{"max_position_embeddings": 131072, "num_key_value_heads": 8, "rope_theta": 150_000.0},
+    **{"rms_norm_eps": 1e-5, "intermediate_size": 2880, "num_experts_per_tok": 4, "head_dim": 64},
+    **{"num_local_experts": 128, "attention_bias": True, "sliding_window": 128},
+    **{"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+  },
+  tensors=(
+    *(*OUTSIDE, *PRE_NORMS, *_ATTENTION),
+    vector("model.layers.{}.self_attn.sinks", "layers.attention.sink"),
+    linear("model.layers.{}.mlp.router.weight", "layers.mlp.router.kernel"),
+    vector("model.layers.{}.mlp.router.bias", "layers.mlp.router.logit_bias"),
+    *(
+      interleaved(
+        f"{_OSS_EXPERTS}{name}_proj{ending}", *(f"layers.mlp.experts.{each}" for each in ours)
+      )
+      for ending, kind in (("", "kernel"), ("_bias", "bias"))
+      for name, ours in (
+        ("gate_up", (f"gate.{kind}", f"up.{kind}")),
+        ("down", (f"down.{kind}",)),
+      )
+    ),
+  ),
   not_parameters=NOT_PARAMETERS,
 )
