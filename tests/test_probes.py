@@ -117,7 +117,7 @@ MODELS = {
   "tied and scaled": GEMMA_LIKE,
   "qwen": ("use_qk_norm=true", "z_loss_multiplier=0.01"),
   "mistral": ("sliding_window_size=4",),
-  "gemma, sinks": (*GEMMA_LIKE, "logits_via_embedding=false", "attention_sink=true"),
+  "gemma": (*GEMMA_LIKE, "logits_via_embedding=false", "attention_sink=true"),
   "olmo": OLMO_LIKE,
   "dropout": ("dropout_rate=0.2",),
 }

@@ -114,7 +114,7 @@ def _backward(soft_cap, policy, kept, d_out_BKXH):
 
 
 def _sink_gradient(sink_BKX, log_sum_BKX1, shift_BKX1):
-  """Of a logit whose value is zero."""
+  """Returns the gradient of a logit whose value is zero."""
   if sink_BKX is None:
     return None
   d_BKX = -jnp.exp(sink_BKX - log_sum_BKX1[..., 0]) * shift_BKX1[..., 0]

@@ -74,9 +74,13 @@ def parameters(config: schema.Config) -> int:
   of_mlp = width * model.base_mlp_dim * (2 if model.mlp_activation == "gelu" else 3)
   if model.num_experts > 1:
     expert = model.base_mlp_dim if model.base_moe_mlp_dim == -1 else model.base_moe_mlp_dim
-    of_mlp = model.num_experts * (3 * width * expert + width)  # With the column of its router.
-  layer += of_mlp
-  layer += model.mlp_bias * (model.base_mlp_dim + width)
+    each = 3 * width * expert + model.mlp_bias * (2 * expert + width)
+    of_mlp = model.num_experts * (
+      each + width + model.router_logit_bias
+    )  # With those of its router.
+  else:
+    of_mlp += model.mlp_bias * (model.base_mlp_dim + width)
+  layer += of_mlp + model.attention_sink * heads
   normed_heads = heads + kv_heads if model.qk_norm_across_heads else 2
   layer += model.use_qk_norm * normed_heads * model.head_dim
   tables = model.vocab_size * width * (1 if model.logits_via_embedding else 2)
