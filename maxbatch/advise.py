@@ -19,6 +19,7 @@ from maxbatch.advice.batch_size import measured_by
 from maxbatch.advice.compiled import compile_sizes, compiled_summary
 from maxbatch.advice.post_training import advise_post_training
 from maxbatch.advice.post_training import report as post_training_report
+from maxbatch.advice.prices import prices
 from maxbatch.advice.report import explained, report
 from maxbatch.advice.run_advice import lines, run_advice
 from maxbatch.advice.words import short, wrapped
@@ -74,8 +75,16 @@ class AdviseArguments:
     NonNegativeFloat, Key("says whether the run ends in time, and what would", "deadline_days=20")
   ] = 0.0
   price_per_chip_hour: Annotated[
-    float, Range(low=0, high=1e6), Key("in any currency", "price_per_chip_hour=1.2")
+    float,
+    Range(low=0, high=1e6),
+    Key("of compile_topology, in any currency, instead of the table's", "price_per_chip_hour=1.2"),
   ] = 0.0
+  prices: Annotated[
+    str, FileName(), Key("a table of your own prices, as JSON", "prices=prices.json")
+  ] = ""
+  compare_with: Annotated[
+    str, Key("the same training on other slices or GPUs", "compare_with=h100-128,b200-64")
+  ] = ""
   from_run: Annotated[
     str,
     FileName(),
@@ -112,9 +121,9 @@ class AdviseArguments:
 COMMAND = Command(
   "advise",
   """\
-Which batch for this model, these tokens and this slice: the published rules with their ranges, what
+Which batch for this model, these tokens and this slice or these GPUs: the published rules with their ranges, what
 they say together, the ramp, learning rate and weight decay, the microbatch and mesh that fit and are
-fastest, steps, days and cost, on half and twice the chips too. Nothing is compiled, no device is
+fastest, steps, days and cost, on half and twice the chips and on others too. Nothing is compiled, no device is
 touched. Writes advice.yml, which maxbatch train config=advice.yml takes.
 
 With a run's folder, maxbatch advise RUN: what to change in it now, by its own noise scale, step times
@@ -202,6 +211,10 @@ def _check_options(own: AdviseArguments) -> None:
 
 def _advise_post_training(arguments: Arguments[AdviseArguments], config: Config) -> None:
   own, keys = arguments.own, arguments.configuration
+  if own.compare_with or own.prices:
+    raise UserError(
+      "compare_with and prices apply to supervised training; leave them out, or num_generations=-1"
+    )
   if own.explain or own.explore or own.plot:
     raise UserError(
       "--explain, --explore and --plot apply to supervised training; leave them out, or "
@@ -234,11 +247,36 @@ def _answer(config: Config, keys: Sequence[str], own: AdviseArguments) -> tuple[
     rate_found_at=max(own.rate_found_at, 0),
     ramp=own.ramp,
   )
-  asked = ask(config, wishes, place, _mesh(config, place, own.num_devices), _given(config, keys))
+  places = [place, *_elsewhere(place, own.compare_with)] if place else []
+  if own.compare_with and place is None:
+    raise UserError(
+      f"compare_with={shown(own.compare_with)} compares with the slice of compile_topology, and none "
+      "is given; for example compile_topology=v5p-256"
+    )
+  mesh, table = _mesh(config, place, own.num_devices), prices(own.prices)
+  asked = ask(config, wishes, places, mesh, _given(config, keys), table)
   advice = advise(asked, measured_by(own.from_run, asked.tokens))
   advised = load_config([*keys, *map(_argument, advice.keys.items())])
   plan = plan_batches(advised.batch, advised.run, layout(advice), advised.optimizer)
   return advice, timed(advice, plan)
+
+
+def _elsewhere(place: Place, names: str) -> list[Place]:
+  """Returns the other places, each once.
+
+  Raises:
+    UserError: one is no slice, or the one that is asked about.
+  """
+  results: list[Place] = []
+  for name in filter(None, (name.strip() for name in names.split(","))):
+    try:
+      one = place_named(name, 1)
+    except UserError as error:
+      raise UserError(str(error).replace("compile_topology=", "compare_with=")) from None
+    if one is None or one == place or one in results:
+      raise UserError(f"compare_with={shown(names)}: {name} is compared already; name it once")
+    results.append(one)
+  return results
 
 
 def _whole(argument: str) -> str:

@@ -6,6 +6,7 @@
 First the promises, on the device: the same gradient whatever the split (microbatches, meshes, a
 pipeline where there are several devices), a resumed run bit for bit, the fused attention kernel
 against matrix products. Then tokens per second and utilisation; memory predicted against used;
+on a GPU, steps beside their estimates, which are then scaled to them (scripts/gpu_calibration.py);
 micro_batch_size=auto and explore against trying every size; the training loop against its bare step,
 and that against plain JAX; what the noise scale costs. Without an accelerator the same runs on the
 CPU, in smaller sizes: a rehearsal.
@@ -40,6 +41,7 @@ SECTIONS = (
   "resume",
   "attention",
   "speed",
+  "calibrate",
   "memory",
   "choose",
   "loop",

@@ -12,6 +12,7 @@ import functools
 import io
 import json
 import math
+import pathlib
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 
 import benchmark
 import check_explore
+import gpu_calibration
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +36,7 @@ from maxbatch.core.keys import text
 from maxbatch.core.plan import Position
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import chip_for
+from maxbatch.estimate.chips import CALIBRATION, chip_for
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.models import flash
 from maxbatch.models.cache import dot_product_attention
@@ -93,14 +95,18 @@ class Setting:
   size: str
   keys: tuple[str, ...]
 
-  def config(self, *keys: str, size: str = "") -> Config:
-    """The model of this size, or of another, with keys on top."""
+  def named(self, *keys: str, size: str = "") -> list[str]:
+    """The model of this size, or of another, with keys on top, as a command takes them."""
     model = SIZES[size or self.size].split()
     merged: dict[str, str] = {}
     for one in (*COMMON.split(), *model, *self.keys, *keys):
       key, _, value = one.partition("=")
       merged[key] = value
-    return load_config(["config=base", *(f"{key}={value}" for key, value in merged.items())])
+    return ["config=base", *(f"{key}={value}" for key, value in merged.items())]
+
+  def config(self, *keys: str, size: str = "") -> Config:
+    """The same, loaded."""
+    return load_config(self.named(*keys, size=size))
 
   @property
   def exact_size(self) -> str:
@@ -310,6 +316,33 @@ def speed(setting: Setting) -> list[Row]:
   return rows
 
 
+def calibrate(setting: Setting) -> list[Row]:
+  """Steps of GPUs beside their estimates, which are then scaled to them."""
+  devices = jax.devices()
+  chip = chip_for(devices[0].device_kind)
+  if chip is None or not chip.is_gpu:
+    return [Row("estimates for GPUs", "not calibrated: this is no GPU of a known generation")]
+  topology, records, rows = f"{chip.generation}-{len(devices)}", [], []
+  versions = {"jax": jax.__version__, "device_kind": devices[0].device_kind}
+  for form in gpu_calibration.FORMS:
+    keys = (
+      "precision=bfloat16",
+      f"per_device_batch_size={PER_DEVICE[setting.size]}",
+      *form.split(),
+    )
+    seconds = timed(setting, *keys).step_seconds
+    assert seconds is not None
+    with tempfile.TemporaryDirectory() as out:
+      named = setting.named(*keys)
+      estimated = gpu_calibration.estimated_seconds(named, topology, pathlib.Path(out))
+    name = f"{topology} {' '.join(keys)}"
+    records.append(gpu_calibration.record(chip.generation, name, estimated, seconds, versions))
+    rows.append(Row(f"step, {name}", f"{seconds:.4g} s, estimated {estimated:.4g} s"))
+  factor = gpu_calibration.keep(records, CALIBRATION)
+  where = f"{factor:.3g} times the estimates, in {CALIBRATION}"
+  return [*rows, Row(f"estimates for {chip.generation}", where)]
+
+
 def memory(setting: Setting) -> list[Row]:
   """What the compiler said that a step needs, and what the device had in use at most."""
   report = timed(setting, "precision=bfloat16")
@@ -407,7 +440,7 @@ def noise(setting: Setting) -> list[Row]:
 
 SECTIONS: Mapping[str, Callable[[Setting], list[Row]]] = {
   each.__name__: each
-  for each in (device, splits, resume, attention, speed, memory, choose, loop, noise)
+  for each in (device, splits, resume, attention, speed, calibrate, memory, choose, loop, noise)
 }
 
 

@@ -74,7 +74,7 @@ def _powers_of_two(work: StepWork, chip: Chip, mesh: Topology) -> Iterator[Batch
   for remat in REMAT_POLICIES:
     for power in range(_MOST_POWER):
       result = _split(work, chip, mesh, 2**power, _MANY, remat)
-      if not is_safe(result.step, None) or not is_near_compiled(work, result):
+      if not is_safe(result.step, None) or not is_near_compiled(work, chip, result):
         break
       yield result
 

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from effective_batch import EffectiveBatch, effective_batch
-from fit_step_rates import chosen_share, chosen_steps, ratios, read, table, work_of_step
+from fit_step_rates import KINDS, chosen_share, chosen_steps, ratios, read, table, work_of_step
 
 from maxbatch.config.load import load_config
 from maxbatch.core.keys import text
 from maxbatch.estimate.best_split import BatchSplit
-from maxbatch.estimate.chips import CHIPS
+from maxbatch.estimate.chips import ALL_CHIPS
 from maxbatch.estimate.step_roofline import step_rates, step_roofline
 from maxbatch.estimate.step_work import StepWork, step_work
 from maxbatch.hardware.topologies import slice_named
@@ -34,6 +34,9 @@ SLICES = {
   "v5e": ("v5e-16", "v5e-256"),
   "v5p": ("v5p-16", "v5p-512"),
   "v6e": ("v6e-8", "v6e-256"),
+  "a100": ("a100-8", "a100-64"),
+  "h100": ("h100-8", "h100-64"),
+  "b200": ("b200-8", "b200-64"),
 }
 """By generation, the slice of which each model has a row, and one that has those that were compiled."""
 COLUMNS = (
@@ -69,7 +72,7 @@ def work_of(model: str) -> StepWork:
 
 def effective(model: str, place: str) -> EffectiveBatch | None:
   """What the model runs best with on the slice."""
-  chip = CHIPS[place.partition("-")[0]]
+  chip = ALL_CHIPS[place.partition("-")[0]]
   return effective_batch(work_of(model), chip, slice_named(place).num_devices)
 
 
@@ -114,15 +117,18 @@ def chosen_table() -> Iterator[str]:
   """Utilisation and peak of the steps that were compiled since their estimates were the fastest."""
   yield "| step | utilisation, estimated | compiled | ratio | peak, estimated | compiled | ratio |"
   yield "|---|---|---|---|---|---|---|"
-  for step in chosen_steps():
-    place = CHIPS[step.generation], step.mesh, Fraction(step.per_device)
-    estimate = step_roofline(work_of_step(step), *place, 1, step.remat, step_rates())
-    time, peak = ratios(step, step_rates())
+  for step in (*chosen_steps(), *chosen_steps(on_gpus=True)):
+    place, rates = (step.chip, step.mesh, Fraction(step.per_device)), step_rates(step.chip)
+    estimate = step_roofline(work_of_step(step), *place, 1, step.remat, rates)
+    time, peak = ratios(step, rates)
     yield (
       f"| {step.name} | {estimate.utilisation:.1%} | {estimate.utilisation * time:.1%} | {time:.2f} | "
       f"{estimate.peak_bytes / GIB:.3g} GiB | {step.peak_bytes / GIB:.3g} GiB | {peak:.2f} |"
     )
-  yield f"| mean | | | {chosen_share(step_rates()):.2f} | | | |"
+  for kind, chip in KINDS.items():
+    if chosen_steps(chip.is_gpu):
+      share = chosen_share(step_rates(chip), chip.is_gpu)
+      yield f"| mean of {kind.upper()}s | | | {share:.2f} | | | |"
 
 
 def compile_row(model: str, place: str) -> None:
@@ -156,6 +162,7 @@ def main(arguments: Sequence[str]) -> int:
       print(*chosen_table(), sep="\n")
     else:
       print(*tables(), "## Held against the compiler", "", *table(), sep="\n")
+      print("", "And of GPUs:", "", *table(on_gpus=True), sep="\n")
   return 0
 
 

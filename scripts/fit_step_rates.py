@@ -28,7 +28,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from maxbatch.config.load import load_config
-from maxbatch.estimate.chips import CHIPS, Chip
+from maxbatch.estimate.chips import CHIPS, GPUS, Chip
 from maxbatch.estimate.compiled_steps import (
   FILE,
   CompiledStep,
@@ -81,6 +81,24 @@ CASES: list[tuple[str, str, int, int, str, int]] = [
   ("llama2-7b", "v5e-64", 2048, 4, "full", 4),
   ("qwen3-0.6b", "v5e-16", 4096, 4, "minimal", 1),
   ("llama2-7b", "v5e-256", 4096, 1, "minimal", 1),
+  # With the extra gpu-compile, and XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 for the larger ones.
+  ("gpt2-small", "h100-8", 1024, 16, "none", 1),
+  ("llama3-8b", "h100-8", 8192, 1, "full", 1),
+  ("llama3.2-1b", "h100-8", 4096, 4, "minimal", 1),
+  ("llama2-7b", "h100-64", 4096, 4, "minimal", 1),
+  ("llama3-8b", "h100-64", 8192, 2, "full", 1),
+  ("llama2-7b", "a100-8", 4096, 2, "full", 1),
+  ("llama3.2-1b", "a100-8", 4096, 4, "full", 1),
+  ("llama3-8b", "b200-8", 8192, 2, "minimal", 1),
+  ("llama3.2-3b", "h200-8", 4096, 4, "minimal", 1),
+  ("gemma2-2b", "h100-8", 4096, 2, "full", 1),
+  ("qwen3-0.6b", "h100-8", 4096, 4, "none", 1),
+  ("gpt2-small", "a100-8", 1024, 16, "full", 1),
+  ("gpt2-small", "b200-8", 1024, 16, "full", 1),
+  ("llama3.2-1b", "gb200-8", 4096, 4, "none", 1),
+  ("olmo2-7b", "h100-16", 4096, 4, "full", 1),
+  ("qwen3-0.6b", "a100-16", 4096, 4, "minimal", 1),
+  ("llama3-8b", "h100-128", 8192, 4, "full", 1),
 ]
 # Copies that the compiler makes for attention have no name, and count as other.
 GROUPS: tuple[tuple[Part, ...], ...] = (
@@ -92,8 +110,11 @@ GROUPS: tuple[tuple[Part, ...], ...] = (
 )
 DIGITS = 4
 ALIKE = {"v4": "v5p", "tpu7x": "v6e", "v5e": "", "v5p": "", "v6e": ""}
+ALIKE_GPUS = {"a100": "", "h100": "", "h200": "h100", "b200": "h100", "gb200": "b200"}
 KNOWN = {"residuals": 1.0, "tiles": 1.0}
 ONCE = ("residuals", "kept")
+KINDS = {"tpu": CHIPS["v5e"], "gpu": GPUS["h100"]}
+"""By kind of chips with rates of their own, one of them."""
 ENOUGH = 2
 """Steps on a generation without which its rates are a guess."""
 GIB = 2**30
@@ -131,17 +152,17 @@ def read(paths: Sequence[str], chosen: bool = False) -> None:
   rows = [json.dumps(dataclasses.asdict(result[name])) for name in sorted(result)]
   FILE.write_text("[\n" + ",\n".join(f"  {row}" for row in rows) + "\n]\n")
   compiled_steps.cache_clear()
-  write(step_rates())
+  write({kind: step_rates(chip) for kind, chip in KINDS.items()})
 
 
-def fit_steps() -> list[CompiledStep]:
+def fit_steps(on_gpus: bool = False) -> list[CompiledStep]:
   """Returns the steps from which the rates are."""
-  return [step for step in compiled_steps() if not step.chosen]
+  return [step for step in compiled_steps() if step.chip.is_gpu == on_gpus and not step.chosen]
 
 
-def chosen_steps() -> list[CompiledStep]:
+def chosen_steps(on_gpus: bool = False) -> list[CompiledStep]:
   """Returns the steps that were compiled since their estimates were the fastest."""
-  return [step for step in compiled_steps() if step.chosen]
+  return [step for step in compiled_steps() if step.chip.is_gpu == on_gpus and step.chosen]
 
 
 @functools.cache
@@ -196,7 +217,7 @@ def seconds(steps: Sequence[CompiledStep]) -> dict[str, float]:
   for step in steps:
     if not step.parts:
       continue
-    work, chip = work_of_step(step), CHIPS[step.generation]
+    work, chip = work_of_step(step), step.chip
     asked = microbatch_work(work, chip, step.mesh, Fraction(step.per_device), step.remat)
     waits = of_gathers(step, work)
     for group in GROUPS:
@@ -213,7 +234,7 @@ def seconds(steps: Sequence[CompiledStep]) -> dict[str, float]:
 
 def terms_of(step: CompiledStep, group: Sequence[PartWork]) -> dict[str, float]:
   """What some parts' seconds are sums of: those of one unit of each rate."""
-  chip, terms = CHIPS[step.generation], collections.defaultdict[str, float](float)
+  chip, terms = step.chip, collections.defaultdict[str, float](float)
   for one in group:
     terms[f"product {step.generation}"] += one.products / chip.peak_flops
     for kind, count in one.registers.items():
@@ -234,11 +255,11 @@ def waiting(steps: Sequence[CompiledStep]) -> dict[str, float]:
   """How long computing waits for collectives, in what gathers and reductions take on the links."""
   equations = Equations()
   for step in steps:
-    work, chip = work_of_step(step), CHIPS[step.generation]
+    work, chip = work_of_step(step), step.chip
     links = link_seconds(work, chip, step.mesh, Fraction(step.per_device), step.remat)
     if not step.parts or step.tensor > 1 or weight_shards(work, step.mesh)[0] == 1:
       continue
-    width = "wide" if is_wide(step.mesh) else "narrow"
+    width = "wide" if is_wide(step.mesh, chip) else "narrow"
     terms = {f"waits {step.generation} {width}": links.gathers + links.reductions}
     equations.add(terms, step.waits, 1 / step.microbatch_seconds)
   return equations.solved()
@@ -249,7 +270,7 @@ def update(steps: Sequence[CompiledStep]) -> dict[str, float]:
   equations = Equations()
   for step in steps:
     place = work_of_step(step), step.mesh
-    once = update_bytes(*place) / CHIPS[step.generation].hbm_bandwidth
+    once = update_bytes(*place) / step.chip.hbm_bandwidth
     equations.add({"traffic update": once}, step.rest_seconds, 1 / step.rest_seconds)
   return equations.solved()
 
@@ -277,7 +298,8 @@ def fitted(steps: Sequence[CompiledStep]) -> StepRates:
   inverse = {name: float(f"{1 / x:.{DIGITS}g}") for name, x in named("product ").items() if x}
   # Generations of which no step was compiled are taken for the one with the most alike cores.
   usual = sum(inverse.values()) / len(inverse)
-  inverse |= {new: inverse.get(like, usual) for new, like in ALIKE.items() if new not in inverse}
+  alike = ALIKE_GPUS if steps[0].chip.is_gpu else ALIKE
+  inverse |= {new: inverse.get(like, usual) for new, like in alike.items() if new not in inverse}
   return StepRates(
     product=inverse,
     cycles=named("cycles "),
@@ -302,27 +324,26 @@ def predicted(steps: Sequence[CompiledStep]) -> list[tuple[float, float] | None]
 
 def ratios(step: CompiledStep, rates: StepRates) -> tuple[float, float]:
   """Estimated over compiled: seconds of a microbatch, bytes at the peak."""
-  place = CHIPS[step.generation], step.mesh, Fraction(step.per_device)
+  place = step.chip, step.mesh, Fraction(step.per_device)
   result = step_roofline(work_of_step(step), *place, 1, step.remat, rates)
   return result.microbatch_seconds / step.microbatch_seconds, result.peak_bytes / step.peak_bytes
 
 
-def chosen_share(rates: StepRates) -> float:
+def chosen_share(rates: StepRates, on_gpus: bool = False) -> float:
   """Speed as compiled over speed as estimated: the mean of the steps that were compiled since their estimates
   were the fastest, 1 without any."""
-  return float(
-    f"{np.mean([ratios(step, rates)[0] for step in chosen_steps()] or [1.0]):.{DIGITS}g}"
-  )
+  every = [ratios(step, rates)[0] for step in chosen_steps(on_gpus)]
+  return float(f"{np.mean(every or [1.0]):.{DIGITS}g}")
 
 
-def table() -> Iterator[str]:
+def table(on_gpus: bool = False) -> Iterator[str]:
   """Estimate, compiled and ratio of every step in the table, in Markdown; and the ratio that the rates of
   all other models give."""
   yield "| step | estimate | compiled | ratio | without the model | peak, estimate | compiled | ratio | without |"
   yield "|---|---|---|---|---|---|---|---|---|"
-  every = fit_steps()
+  every = fit_steps(on_gpus)
   for step, fresh in zip(every, predicted(every), strict=True):
-    time, peak = ratios(step, step_rates())
+    time, peak = ratios(step, step_rates(step.chip))
     without = [f"{x:.2f}" for x in fresh] if fresh else ["", ""]
     yield (
       f"| {step.name} | {time * step.microbatch_seconds:.4g} s | {step.microbatch_seconds:.4g} s | "
@@ -333,21 +354,29 @@ def table() -> Iterator[str]:
 
 def fit() -> None:
   """Writes the rates."""
-  steps = fit_steps()
-  known = [each for each in predicted(steps) if each]
-  errors = [[math.log(x) for x in each] for each in zip(*known, strict=True)]
-  spread = [float(f"{math.sqrt(np.mean(np.square(each))):.2g}") for each in errors]
-  rates = dataclasses.replace(
-    fitted(steps), spread=dict(zip(("seconds", "bytes"), spread, strict=True))
-  )
-  write(rates)
+  write({kind: fit_of(chip.is_gpu) for kind, chip in KINDS.items()})
   print(RATES.read_text())
 
 
-def write(rates: StepRates) -> None:
-  """Writes the rates, with what chosen steps have taken."""
-  chosen = dataclasses.replace(rates, chosen=chosen_share(rates))
-  RATES.write_text(json.dumps(dataclasses.asdict(chosen), indent=2) + "\n")
+def fit_of(on_gpus: bool) -> StepRates:
+  """Returns the rates of one kind, with how far they are off for other models."""
+  steps = fit_steps(on_gpus)
+  known = [each for each in predicted(steps) if each]
+  errors = [[math.log(x) for x in each] for each in zip(*known, strict=True)]
+  spread = [float(f"{math.sqrt(np.mean(np.square(each))):.2g}") for each in errors]
+  return dataclasses.replace(
+    fitted(steps), spread=dict(zip(("seconds", "bytes"), spread, strict=True))
+  )
+
+
+def write(rates: Mapping[str, StepRates]) -> None:
+  """Writes the rates by kind, with what chosen steps have taken."""
+  tables = {
+    kind: dataclasses.replace(one, chosen=chosen_share(one, KINDS[kind].is_gpu))
+    for kind, one in rates.items()
+  }
+  content = {kind: dataclasses.asdict(one) for kind, one in tables.items()}
+  RATES.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -360,7 +389,7 @@ def main(arguments: Sequence[str]) -> int:
   elif command == "fit":
     fit()
   else:
-    print("\n".join(table()))
+    print(*table(), *table(on_gpus=True), sep="\n")
   return 0
 
 

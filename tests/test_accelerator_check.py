@@ -4,11 +4,15 @@ import importlib
 import json
 import pathlib
 import sys
+import types
 import zipfile
 
 import numpy as np
 import pytest
 from processes import REPOSITORY
+
+from maxbatch.config.load import load_config
+from maxbatch.estimate.chips import GPUS, measured_factor
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
@@ -95,6 +99,43 @@ def test_the_command_runs_a_section_keeps_it_and_writes_the_table(tmp_path, caps
   (tmp_path / "device.json").write_text(json.dumps({"rows": rows}))
   assert accelerator_check.main(keys) == 1
   assert "| gradient | 0.1 off | **broken** |" in capsys.readouterr().out
+
+
+def test_a_measured_gpu_scales_the_estimates_of_its_generation(tmp_path, monkeypatch):
+  """With stand-ins for the GPU, its clock and the compiler: what the section keeps is what estimates read."""
+  file = tmp_path / "gpu_calibration.json"
+  file.write_text(json.dumps({"published": {}, "measured": []}))
+  monkeypatch.setattr(sections, "CALIBRATION", file)
+  kind = types.SimpleNamespace(device_kind=GPUS["h100"].device_kind)
+  monkeypatch.setattr(sections.jax, "devices", lambda: [kind] * 8)
+  took = iter((1.0, 1.2, 1.4, 5.0))
+  report = types.SimpleNamespace
+  monkeypatch.setattr(sections, "timed", lambda *_: report(step_seconds=next(took)))
+  asked = list[str]()
+
+  def estimated(keys: list[str], topology: str, out: pathlib.Path) -> float:
+    load_config(keys)
+    asked.append(topology)
+    return 1.0
+
+  monkeypatch.setattr(sections.gpu_calibration, "estimated_seconds", estimated)
+  rows = sections.calibrate(sections.Setting("small", ()))
+  assert asked == ["h100-8"] * len(sections.gpu_calibration.FORMS)
+  assert rows[-1].figure.startswith("1.3 times the estimates")
+  records = json.loads(file.read_text())["measured"]
+  assert measured_factor("h100", records) == pytest.approx(1.3)
+  assert measured_factor("h200", records) == 1.0
+  # The same steps again replace what was measured before.
+  took = iter((2.0, 2.0, 2.0, 2.0))
+  sections.calibrate(sections.Setting("small", ()))
+  records = json.loads(file.read_text())["measured"]
+  assert measured_factor("h100", records) == pytest.approx(2.0)
+  assert len(records) == len(sections.gpu_calibration.FORMS)
+
+
+def test_a_cpu_calibrates_nothing():
+  (row,) = sections.calibrate(sections.Setting("tiny", ()))
+  assert "not calibrated" in row.figure
 
 
 def test_an_unknown_section_is_refused_and_a_failed_one_is_said(tmp_path, capsys, monkeypatch):

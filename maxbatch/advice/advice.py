@@ -17,6 +17,7 @@ from maxbatch.advice.slices import (
   Goal,
   Point,
   curves,
+  elsewhere,
   nearest,
   point,
   split_of,
@@ -67,6 +68,8 @@ class Advice:
   """On half the chips, these, and twice as many."""
   here: Point | None
   """The batch held constant, on the place that was asked about."""
+  elsewhere: Sequence[Point]
+  """That batch on the other places that were asked about, to the same loss."""
   neighbours: Sequence[Point]
   """The next smaller and larger batch that divide as well, likewise."""
   experiment: Experiment
@@ -111,6 +114,7 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
     ramp_overhead=ramped,
     curves=result,
     here=here,
+    elsewhere=elsewhere(asked, goal, sizes.samples),
     neighbours=_neighbours(asked, goal, sizes),
     experiment=next_experiment(asked, size, measured, running, here),
   )
@@ -282,7 +286,7 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
   seconds = planned.seconds if planned.step_seconds else None
   chips = asked.place.chips if asked.place else 0
   hours = chips * seconds / 3600 if seconds else None
-  price = asked.wishes.price_per_chip_hour
+  price = asked.price(asked.place) if asked.place else None
   return {
     "asked": {
       "model_name": asked.config.model.model_name,
@@ -323,12 +327,17 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
       "tokens": planned.plan.total_tokens,
       "days": seconds / DAY if seconds else None,
       "chip_hours": hours,
-      "cost": hours * price if hours and price else None,
+      "cost": hours * price.price if hours and price and price.price else None,
+      "price": dataclasses.asdict(price) if price and price.price else None,
       "tokens_per_second": planned.tokens_per_second() if seconds else None,
       "utilisation": advice.here.split.step.utilisation if advice.here else None,
       "limited_by": advice.here.split.step.limited_by if advice.here else None,
       "how": advice.here.split.step.how if advice.here else None,
     },
+    "elsewhere": [
+      {**one.as_dict(), "price": dataclasses.asdict(asked.price(one.place))}
+      for one in advice.elsewhere
+    ],
     "neighbours": [one.as_dict() for one in advice.neighbours],
     "frontier": [one.as_dict() for curve in advice.curves for one in curve.points],
     "next_experiment": advice.experiment.as_dict(),

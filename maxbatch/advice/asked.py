@@ -1,9 +1,10 @@
 """The question: a model, tokens, slices, and what matters to who asks; what the advice does not answer."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
+from maxbatch.advice.prices import Price
 from maxbatch.batch.from_config import given_sizes
 from maxbatch.batch_rules.findings import Setting
 from maxbatch.batch_rules.published import expected_loss
@@ -12,7 +13,7 @@ from maxbatch.config.keys.model import idle_parameters
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import CHIPS, GPUS, Chip
+from maxbatch.estimate.chips import ALL_CHIPS, Chip
 from maxbatch.estimate.step_work import StepWork, step_work
 from maxbatch.hardware.topologies import FAMILIES, slice_named
 
@@ -47,7 +48,12 @@ class Place:
   @property
   def chip(self) -> Chip:
     """One device."""
-    return CHIPS[self.generation]
+    return ALL_CHIPS[self.generation]
+
+  @property
+  def unit(self) -> str:
+    """What is counted and paid for: chip, or GPU."""
+    return "GPU" if self.chip.is_gpu else "chip"
 
   @property
   def chips(self) -> int:
@@ -77,11 +83,14 @@ class Place:
     is_slice = self.slices == 1 and not odd and half in self._family.chips
     return dataclasses.replace(self, chips_per_slice=half) if is_slice else None
 
-  def double(self) -> "Place":
-    """Returns a place with twice the chips: a slice of them, or twice as many slices."""
+  def double(self) -> "Place | None":
+    """Returns a place with twice the chips: a slice of them, or twice as many slices; None where there are
+    no such GPUs."""
     twice = 2 * self.chips_per_slice
     if self.slices == 1 and twice in self._family.chips:
       return dataclasses.replace(self, chips_per_slice=twice)
+    if self.chip.is_gpu:
+      return None
     return dataclasses.replace(self, slices=2 * self.slices)
 
 
@@ -89,24 +98,13 @@ def place_named(name: str, num_slices: int) -> Place | None:
   """Returns the slices that the configuration names; None if it names none.
 
   Raises:
-    UserError: there is no such slice, or its speed is not known.
+    UserError: there is no such slice.
   """
   if not name:
     return None
-  slice_named(name)  # Refuses what is no slice.
+  slice_named(name, num_slices)  # Refuses what is no slice.
   generation, _, size = name.partition("-")
-  if generation in GPUS:
-    raise UserError(
-      f"compile_topology={name}: the advice knows the speed of TPUs alone; for GPUs compile_only=true "
-      "micro_batch_size=explore gives the times, and without compile_topology the advice is about the "
-      "batch alone"
-    )
   generation = _ALIASES.get(generation, generation)
-  if generation not in CHIPS:
-    raise UserError(
-      f"compile_topology={name}: the speed of {generation} is not known; known: "
-      f"{', '.join(CHIPS)}; for example compile_topology=v5e-256"
-    )
   return Place(generation, int(size) // FAMILIES[generation].named_units_per_chip, num_slices)
 
 
@@ -118,6 +116,7 @@ class Wishes:
   """x: data may be (1 + x) times what a small batch would take to the same loss."""
   deadline_days: float = 0
   price_per_chip_hour: float = 0
+  """On the place that is asked about, instead of the table's."""
   final_loss: float = 0
   """Nats per token at the end, where it is known from other runs."""
   rate_found_at: int = 0
@@ -135,10 +134,21 @@ class Asked:
   wishes: Wishes
   place: Place | None
   """Where it is to run; None: not said."""
+  elsewhere: Sequence[Place]
+  """Where else it could run."""
   mesh: Topology
   """The configuration's own, which divides the batch where no place is given."""
   given: frozenset[str]
   """Keys that were set by hand."""
+  prices: Mapping[str, Price]
+  """By generation."""
+
+  def price(self, place: Place) -> Price:
+    """Returns what a chip of the place costs for an hour, and where that is from; 0: not known."""
+    own = self.wishes.price_per_chip_hour
+    if own and self.place and place.generation == self.place.generation:
+      return Price(own)
+    return self.prices.get(place.generation, Price(0.0))
 
   @property
   def own_batch(self) -> Fraction | None:
@@ -165,9 +175,17 @@ class Asked:
 
 
 def ask(
-  config: Config, wishes: Wishes, place: Place | None, mesh: Topology, given: frozenset[str]
+  config: Config,
+  wishes: Wishes,
+  places: Sequence[Place],
+  mesh: Topology,
+  given: frozenset[str],
+  prices: Mapping[str, Price],
 ) -> Asked:
   """Makes the question of a configuration; see `Asked`.
+
+  Args:
+    places: the one that is asked about, then others.
 
   Raises:
     UserError: how much is trained on is not said.
@@ -188,7 +206,8 @@ def ask(
     flops_per_token=work.model_flops_per_token - 6.0 * work.table_parameters,
     loss=wishes.final_loss or expected_loss(parameters, tokens),
   )
-  return Asked(config, work, training, wishes, place, mesh, given)
+  place = places[0] if places else None
+  return Asked(config, work, training, wishes, place, places[1:], mesh, given, prices)
 
 
 def check_scope(config: Config, named: Iterable[str]) -> None:

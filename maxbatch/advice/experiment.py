@@ -106,7 +106,7 @@ def _branches(
     commands=_commands(asked, folder or own, at, batches, run),
     tokens=tokens,
     chip_hours=hours,
-    cost=hours * asked.wishes.price_per_chip_hour,
+    cost=hours * asked.price(asked.place).price if asked.place else 0.0,
     spread_now=size.spread,
     spread_after=bracket * _carried_spread(asked.training, at),
   )

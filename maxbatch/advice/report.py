@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from maxbatch.advice.advice import Advice, Planned
 from maxbatch.advice.batch_size import Measured, Said
 from maxbatch.advice.limits import limits
-from maxbatch.advice.slices import Point, about, used
+from maxbatch.advice.slices import Point, about, on_gpus, used
 from maxbatch.advice.words import DAY, money, percent, short, span, times, wrapped
 from maxbatch.batch_rules.findings import FINDINGS, WSD
 from maxbatch.batch_rules.published import RULES
@@ -14,7 +14,6 @@ from maxbatch.batch_rules.rule import BatchRule, Fitted, RateRule, Rule, Trainin
 from maxbatch.command_line.screen import Table, gib_of
 from maxbatch.core.keys import counted
 from maxbatch.estimate.best_split import BatchSplit
-from maxbatch.estimate.step_roofline import step_rates
 
 _FAR = 10
 """Times outside of a rule's range."""
@@ -45,6 +44,7 @@ def report(advice: Advice, planned: Planned) -> str:
     _findings(advice),
     _optimizer(advice),
     *([_split(advice), _frontier(advice)] if advice.here else []),
+    _elsewhere(advice),
     _limits(advice, planned),
     _experiment(advice),
   ]
@@ -83,22 +83,25 @@ def _trust(split: BatchSplit) -> str:
   is."""
   if split.step.how == "compiled":
     return "as it was compiled"
-  spread = percent(step_rates().spread["seconds"])
-  return f"estimated without compiling, {step_rates().chosen:.2g} of what is counted, ±{spread}"
+  rates = split.step.rates
+  spread = percent(rates.spread["seconds"])
+  return f"estimated without compiling, {rates.chosen:.2g} of what is counted, ±{spread}"
 
 
 def _costs(advice: Advice, planned: Planned) -> Iterator[str]:
   asked, days = advice.asked, planned.seconds / DAY
   assert asked.place
   assert advice.here
-  hours, price = asked.place.chips * planned.seconds / 3600, asked.wishes.price_per_chip_hour
+  hours, price = asked.place.chips * planned.seconds / 3600, asked.price(asked.place)
   split = advice.here.split
   yield from wrapped(
     f"{planned.plan.steps:,} steps in {about(split.step)}{span(days)}, {planned.tokens_per_second():,.0f} tokens/s, "
     f"utilisation {used(split.step)} ({_trust(split)})"
   )
-  cost = f", {money(hours * price)} at {price:g} an hour" if price else ""
-  yield f"  {hours:,.3g} chip hours{cost}" if hours < 100 else f"  {hours:,.0f} chip hours{cost}"
+  unit = f"{asked.place.unit} hours"
+  cost = f", {money(hours * price.price)} at {price}" if price.price else ""
+  yield from wrapped(f"{hours:,.3g} {unit}{cost}" if hours < 100 else f"{hours:,.0f} {unit}{cost}")
+  yield from wrapped(on_gpus([asked.place]))
 
 
 def _batch(advice: Advice) -> Iterator[str]:
@@ -290,8 +293,9 @@ def _split(advice: Advice) -> Iterator[str]:
 
 
 def _points(points: Sequence[Point], advice: Advice) -> list[str]:
-  priced = advice.asked.wishes.price_per_chip_hour > 0
-  head = ["slices", "batch", "overhead", "tokens", "steps", "days", "chip h", "used"]
+  priced = any(one.cost for one in points)
+  unit = "GPU" if all(one.place.chip.is_gpu for one in points) else "chip"
+  head = ["slices", "batch", "overhead", "tokens", "steps", "days", f"{unit} h", "used"]
   head += [*(["cost"] if priced else []), ""]
   rows = []
   for one in points:
@@ -307,7 +311,7 @@ def _points(points: Sequence[Point], advice: Advice) -> list[str]:
         f"{one.days:.3g}",
         short(one.chip_hours),
         used(one.split.step),
-        *([short(one.cost)] if priced else []),
+        *([short(one.cost) if one.cost else "–"] if priced else []),
         f"{'*' if is_taken else ' '}{mark}",
       ]
     )
@@ -315,13 +319,26 @@ def _points(points: Sequence[Point], advice: Advice) -> list[str]:
 
 
 def _frontier(advice: Advice) -> Iterator[str]:
+  assert advice.here
   yield "Time against data, to the same loss, constant batches"
   yield from _points([one for curve in advice.curves for one in curve.points], advice)
   yield from wrapped(
     "* the batch that is advised. knee: where a percent of time costs a percent of data. Of "
     "seven batches, those that take more data and no less time than a smaller one are left out. "
-    f"≈ not compiled: {step_rates().chosen:.2g} of the speed that is counted, as the best of many estimates is too good."
+    f"≈ not compiled: {advice.here.split.step.rates.chosen:.2g} of the speed that is counted, as the best of many estimates is too good."
   )
+
+
+def _elsewhere(advice: Advice) -> Iterator[str]:
+  if not advice.elsewhere or not advice.here:
+    return
+  yield "Elsewhere: the batch held constant, to the same loss"
+  points = [advice.here, *advice.elsewhere]
+  yield from _points(points, advice)
+  by_generation = {one.place.generation: advice.asked.price(one.place) for one in points}
+  for generation, price in by_generation.items():
+    yield from wrapped(f"{generation}: {price if price.price else 'no price is known'}")
+  yield from wrapped(on_gpus([one.place for one in points]))
 
 
 def _limits(advice: Advice, planned: Planned) -> Iterator[str]:

@@ -9,6 +9,7 @@ from maxbatch.advice.words import DAY, percent
 from maxbatch.batch_rules.rule import data_factor, data_overhead_of
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
+from maxbatch.estimate.chips import gpu_calibration
 from maxbatch.estimate.step_roofline import StepRoofline
 from maxbatch.estimate.step_work import StepWork
 
@@ -28,6 +29,22 @@ def used(step: StepRoofline) -> str:
   return f"{about(step)}{percent(step.utilisation)}"
 
 
+def on_gpus(places: Sequence[Place]) -> str:
+  """Returns how far off times of GPUs are; empty: there are none."""
+  if not any(place.chip.is_gpu for place in places):
+    return ""
+  known = gpu_calibration()
+  if measured := sorted({one["generation"] for one in known["measured"]}):
+    return (
+      f"GPUs: times of {', '.join(measured)} are scaled to measured steps (docs/accelerators.md)."
+    )
+  said = known["published"]
+  return (
+    f"GPUs: estimated with XLA's tables, not measured by us. Of {said['rows']} published steps the "
+    f"estimates are {said['lowest']:g} to {said['highest']:g} of the times (docs/compile.md)."
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class Point:
   """A batch on a place, with what the same loss costs there."""
@@ -40,7 +57,7 @@ class Point:
   steps: float
   seconds: float
   cost: float
-  """0: no price was given."""
+  """0: no price is known."""
   is_knee: bool = False
   """Whether a percent of time costs a percent of data here: the least product of both."""
 
@@ -102,7 +119,7 @@ def nearest(asked: Asked, place: Place, samples: float) -> int:
   if not near:
     raise UserError(
       f"compile_topology={place.name}: {place.devices_per_slice} devices divide neither the model's "
-      "width nor its heads; take a slice whose chips are a power of 2"
+      f"width nor its heads; take a number of {place.unit}s that is a power of 2"
     )
   return min(near, key=lambda size: abs(size - samples))
 
@@ -129,7 +146,7 @@ def point(asked: Asked, goal: Goal, place: Place, samples: int) -> Point:
   tokens = goal.tokens_with(batch_tokens)
   steps = tokens / batch_tokens
   seconds = steps * split.step.step_seconds
-  price = asked.wishes.price_per_chip_hour
+  price = asked.price(place).price
   return Point(
     place=place,
     split=split,
@@ -185,6 +202,22 @@ def curve(asked: Asked, goal: Goal, place: Place, samples: int) -> Curve | None:
   least = min(results, key=lambda one: one.seconds * one.tokens)
   marked = [dataclasses.replace(one, is_knee=one is least) for one in results]
   return Curve(place, marked)
+
+
+def elsewhere(asked: Asked, goal: Goal, samples: int) -> list[Point]:
+  """Returns the batch, as each other place divides it.
+
+  Raises:
+    UserError: the model does not fit on one of them.
+  """
+  results = []
+  for place in asked.elsewhere:
+    try:
+      results.append(point(asked, goal, place, nearest(asked, place, samples)))
+    except UserError as error:
+      reason = str(error).removeprefix(f"compile_topology={place.name}: ")
+      raise UserError(f"compare_with={place.name}: {reason}") from None
+  return results
 
 
 def curves(asked: Asked, goal: Goal, samples: int) -> list[Curve]:

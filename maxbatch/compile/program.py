@@ -188,8 +188,8 @@ def _compiled_elsewhere(
 
 def _estimating(gpu: str) -> dict[str, Any]:
   """Returns the options with which XLA writes its estimates for GPUs of a generation into the text."""
-  # Of GPUs before Hopper it has no tables, and fails.
-  has_tables = gpu and GPU_DATA[gpu]["compute_capability"] >= [9, 0]
+  # Of others it has no tables, and fails.
+  has_tables = gpu and GPU_DATA[gpu]["has_tables"]
   written = {"xla_syntax_sugar_async_ops": False} if gpu else {}
   return written | ({"xla_gpu_collect_cost_model_stats": True} if has_tables else {})
 

@@ -21,7 +21,7 @@ from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.compiled_steps import most_compiled_tokens
-from maxbatch.estimate.step_roofline import StepRoofline, step_rates, step_roofline
+from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
 from maxbatch.estimate.step_work import RematPolicy, StepWork
 
 REMAT_POLICIES: tuple[RematPolicy, ...] = ("none", "minimal", "full")
@@ -102,7 +102,7 @@ def simplest(results: Sequence[BatchSplit]) -> BatchSplit:
   """Returns the fastest on the simplest mesh that is about as fast as any: what differs by less
   than estimates usually err is no reason to share layers, or for replicas."""
   most = max(one.step.tokens_per_second for one in results)
-  enough = most / (1 + step_rates().spread["seconds"])
+  enough = most / (1 + results[0].step.rates.spread["seconds"])
   alike = [one for one in results if one.step.tokens_per_second >= enough]
 
   def complexity(one: BatchSplit) -> tuple[int, int, float]:
@@ -119,7 +119,7 @@ def _place(devices_per_slice: int, num_slices: int) -> str:
 
 def is_safe(step: StepRoofline, capacity_bytes: int | None) -> bool:
   """Returns whether it fits although the activations' estimate may be too low by its usual error."""
-  likely = step.bytes.state + (1 + step_rates().spread["bytes"]) * step.bytes.activations
+  likely = step.bytes.state + (1 + step.rates.spread["bytes"]) * step.bytes.activations
   return likely <= (step.capacity_bytes if capacity_bytes is None else capacity_bytes)
 
 
@@ -139,7 +139,7 @@ def splits(
     for size, count in splits_of(batch, mesh)
     for remat in policies
   ]
-  known = [one for one in results if is_near_compiled(work, one)]
+  known = [one for one in results if is_near_compiled(work, chip, one)]
   return sorted(known, key=lambda one: one.step.step_seconds)
 
 
@@ -154,15 +154,15 @@ def choosable(
   """Returns a step that is one of many to choose from: as compiled, or estimated, without the bias that the
   choice gives an estimate; arguments as `step_roofline`."""
   step = step_roofline(work, chip, mesh, per_device, num_microbatches, remat)
-  return step if step.how == "compiled" else step.at_share(step_rates().chosen)
+  return step if step.how == "compiled" else step.at_share(step.rates.chosen)
 
 
-def is_near_compiled(work: StepWork, split: BatchSplit) -> bool:
+def is_near_compiled(work: StepWork, chip: Chip, split: BatchSplit) -> bool:
   """Returns whether a split was compiled, gives a device at most twice the tokens of any step that was, or
   is the smallest of its mesh."""
   rows = split.per_device * split.mesh.num_devices / split.mesh.num_batch_groups
   tokens = split.per_device * work.length
-  is_near = tokens <= _MOST_EXTRAPOLATED * most_compiled_tokens()
+  is_near = tokens <= _MOST_EXTRAPOLATED * most_compiled_tokens(chip.is_gpu)
   return is_near or rows <= 1 or split.step.how == "compiled"
 
 

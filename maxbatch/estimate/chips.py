@@ -9,10 +9,12 @@ gpus.json; limits of blocks, threads and registers are those of all generations 
 """
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxbatch.command_line.screen import GIB
@@ -59,6 +61,9 @@ class Chip:
   """That of the network which NCCL reaches."""
   launch: float = 0.0
   """The least seconds of an operation."""
+  calibration: float = 1.0
+  """Seconds of steps as measured over those as estimated, which all rates above have in them; 1: none was
+  measured."""
 
   @property
   def is_gpu(self) -> bool:
@@ -174,8 +179,45 @@ _LAUNCH = 2e-6
 """A kernel within a CUDA graph: NVIDIA names 1 to 2 µs; assumed, not measured here."""
 
 
+CALIBRATION = pathlib.Path(__file__).with_name("gpu_calibration.json")
+"""Steps that GPUs have taken beside their estimates: what others published, in short, and what
+scripts/accelerator_check.py measured."""
+
+
+@functools.cache
+def gpu_calibration() -> Mapping[str, Any]:
+  """Returns the table."""
+  return json.loads(CALIBRATION.read_text(encoding="utf-8"))
+
+
+def measured_factor(generation: str, records: Sequence[Mapping[str, Any]]) -> float:
+  """Returns the median of measured over estimated seconds of a generation's records; 1 without any."""
+  own = [one for one in records if one["generation"] == generation]
+  ratios = [one["measured_seconds"] / one["estimated_seconds"] for one in own]
+  return statistics.median(ratios) if ratios else 1.0
+
+
+def calibrated(chip: Chip, factor: float) -> Chip:
+  """Returns a GPU all of whose times are `factor` times as long; its peak stays."""
+  shares = {
+    way: {width: share / factor for width, share in rates.items()}
+    for way, rates in chip.attention.items()
+  }
+  return dataclasses.replace(
+    chip,
+    hbm_bandwidth=chip.hbm_bandwidth / factor,
+    ici_bandwidth=chip.ici_bandwidth / factor,
+    dcn_bandwidth=chip.dcn_bandwidth / factor,
+    clock=chip.clock / factor,
+    attention=shares,
+    product_share=chip.product_share / factor,
+    launch=chip.launch * factor,
+    calibration=chip.calibration * factor,
+  )
+
+
 def _gpu(generation: str, known: Mapping[str, Any]) -> Chip:
-  return Chip(
+  chip = Chip(
     generation=generation,
     device_kind=known["name"],
     peak_flops=known["peak_flops"],
@@ -195,9 +237,11 @@ def _gpu(generation: str, known: Mapping[str, Any]) -> Chip:
     network_share=_NETWORK_SHARE,
     launch=_LAUNCH,
   )
+  return calibrated(chip, measured_factor(generation, gpu_calibration()["measured"]))
 
 
 GPUS: Mapping[str, Chip] = {name: _gpu(name, known) for name, known in GPU_DATA.items()}
+ALL_CHIPS: Mapping[str, Chip] = {**CHIPS, **GPUS}
 
 UNKNOWN_CHIP = Chip(
   generation="",
@@ -217,9 +261,7 @@ UNKNOWN_CHIP = Chip(
 
 def chip_for(device_kind: str) -> Chip | None:
   """Returns the chip that jax calls `device_kind`; None if it is not listed."""
-  return next(
-    (chip for chip in (*CHIPS.values(), *GPUS.values()) if chip.device_kind == device_kind), None
-  )
+  return next((chip for chip in ALL_CHIPS.values() if chip.device_kind == device_kind), None)
 
 
 _PRIMITIVE_TYPES = {

@@ -19,14 +19,15 @@ from fractions import Fraction
 from maxbatch.command_line.screen import GIB
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import Chip, chip_for
-from maxbatch.estimate.step_work import RematPolicy, StepWork, work_digest
+from maxbatch.estimate.chips import ALL_CHIPS, Chip, chip_for
+from maxbatch.estimate.step_work import RematPolicy, StepWork
+from maxbatch.hugging_face.model_keys import digested
 from maxbatch.run_folder.atomic import write_whole
 from maxbatch.run_folder.paths import remembered_steps
 
 FILE = pathlib.Path(__file__).with_name("compiled_steps.json")
 _NO_REPORT = (
-  "no compile report of a TPU slice without a pipeline; for example what compile_only=true "
+  "no compile report of a slice or of GPUs without a pipeline; for example what compile_only=true "
   "compile_topology=v5e-256 writes to compile_report.txt"
 )
 _CODE = ("models", "precision", "training", "hardware", "estimate")
@@ -91,6 +92,21 @@ class CompiledStep:
       f"{self.per_device} × {self.length:,} tokens, {self.remat}"
     )
 
+  def at_factor(self, factor: float) -> "CompiledStep":
+    """Returns the step with all times `factor` times as long."""
+    return dataclasses.replace(
+      self,
+      microbatch_seconds=self.microbatch_seconds * factor,
+      rest_seconds=self.rest_seconds * factor,
+      waits=self.waits * factor,
+      parts={part: seconds * factor for part, seconds in self.parts.items()},
+    )
+
+  @property
+  def chip(self) -> Chip:
+    """One device."""
+    return ALL_CHIPS[self.generation]
+
   @property
   def num_chips(self) -> int:
     """Devices of the mesh."""
@@ -102,6 +118,18 @@ class CompiledStep:
     return Topology.of(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
 
 
+@functools.lru_cache(maxsize=256)
+def work_digest(work: StepWork) -> str:
+  """Returns a hash of all keys that change what is computed, to know a step's work again."""
+  model = dataclasses.asdict(work.model)
+  keys = digested(model) | {key: model[key] for key in ("num_vocab_tiling", "scan_layers")}
+  is_slow = work.model.attention == "dot_product"
+  others = (work.length, work.compute_bytes, work.weight_bytes, work.optimizer_bytes, is_slow)
+  plugins = map(repr, work.model.plugins)
+  result = json.dumps([keys, others, work.model.lora_rank, *plugins], sort_keys=True)
+  return hashlib.sha256(result.encode()).hexdigest()[:16]
+
+
 def compiled_step(
   work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
 ) -> CompiledStep | None:
@@ -109,7 +137,10 @@ def compiled_step(
   if mesh.num_slices > 1:
     return None
   key = (work_digest(work), chip.generation, mesh, per_device, remat)
-  return _remembered(str(remembered_steps())).get(key) or _by_key().get(key)
+  if own := _remembered(str(remembered_steps())).get(key):
+    return own
+  known = _by_key().get(key)
+  return known.at_factor(chip.calibration) if known else None
 
 
 def _keyed(steps: Sequence[CompiledStep]) -> dict[_Key, CompiledStep]:
@@ -125,10 +156,12 @@ def compiled_steps() -> tuple[CompiledStep, ...]:
 
 
 @functools.cache
-def most_compiled_tokens() -> int:
+def most_compiled_tokens(on_gpus: bool) -> int:
   """Returns the most tokens that a microbatch had on one device, of the steps from which the rates are."""
   return max(
-    int(step.length * Fraction(step.per_device)) for step in compiled_steps() if not step.chosen
+    int(step.length * Fraction(step.per_device))
+    for step in compiled_steps()
+    if not step.chosen and step.chip.is_gpu == on_gpus
   )
 
 
@@ -151,7 +184,7 @@ def remember(report: str, work: StepWork) -> None:
   """Keeps what a compile report says, so that estimates give it instead of their own.
 
   Args:
-    report: the text; of a pipeline, or without a time on a TPU, nothing is kept.
+    report: the text; of a pipeline, or without a time, nothing is kept.
     work: of the step that it is about.
   """
   if not _TITLE.search(report) or not _TIME.search(report):
@@ -178,7 +211,7 @@ def named(report: str) -> tuple[str, int]:
   """Returns the model and the tokens of a row that a compile report is about.
 
   Raises:
-    UserError: it is none of a TPU slice without a pipeline.
+    UserError: it is none of a slice or of GPUs without a pipeline.
   """
   title = _TITLE.search(report)
   if title is None:
@@ -194,7 +227,7 @@ def read_report(text: str, work: StepWork) -> list[CompiledStep]:
     work: of the steps that it is about, for their digest.
 
   Raises:
-    UserError: it has none with a time on a TPU slice without a pipeline.
+    UserError: it has none with a time on a slice or GPUs without a pipeline.
   """
   starts = [result.start() for result in _TITLE.finditer(text)]
   steps = [_step(text[a:b], work) for a, b in itertools.pairwise([*starts, len(text)])]
@@ -226,7 +259,7 @@ def _step(text: str, work: StepWork) -> CompiledStep:
   chip = chip_for(title["kind"]) if title else None
   remat = _remat(title["remat"]) if title else None
   if title is None or time is None or shape is None or chip is None or remat is None:
-    raise UserError(f"this compile report has no time on a TPU: {text[:100]}")
+    raise UserError(f"this compile report has no time: {text[:100]}")
   links = _LINKS.findall(text)
   where = text.partition("Where a step's time goes (estimate)\n")[2].partition("\n\n")[0]
   result = re.findall(r"^ +(\w+) +(\S+) s +[\d.]+%", where, re.M)

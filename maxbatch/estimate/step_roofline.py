@@ -6,8 +6,9 @@
 
 Work is counted (step_work.py) and multiplied by rates (step_rates.json, which `scripts/fit_step_rates.py`
 writes from compile reports; each is a property of the chip or of an operation, none of a model), found
-from steps that the TPU compiler compiled. How far off that is: docs/effective_microbatches.md. What it
-does not know: pipelines, LoRA and frozen parameters, attention=dot_product, compiler flags.
+from steps that the compilers for TPUs and for NVIDIA GPUs compiled. How far off that is:
+docs/effective_microbatches.md. What it does not know: pipelines, LoRA and frozen parameters,
+attention=dot_product, compiler flags.
 """
 
 import dataclasses
@@ -47,7 +48,8 @@ class StepRates:
   product: Mapping[str, float]
   """By generation, the share of its peak at which matrix products run."""
   cycles: Mapping[str, float]
-  """Cycles of a core for one vector register (1024 elements), in each pass, by what it holds."""
+  """Cycles of a core for one vector register (1024 elements), in each pass, by what it holds; of GPUs
+  microseconds of a pass over a layer, for kernels to start."""
   traffic: Mapping[str, float]
   """How often the bytes that are counted move, by what they are."""
   waits: Mapping[str, float]
@@ -67,10 +69,15 @@ class StepRates:
   fastest of all: the mean."""
 
 
+def step_rates(chip: Chip | None = None) -> StepRates:
+  """Returns the table for chips of this kind; None: for TPUs."""
+  return _tables()["gpu" if chip is not None and chip.is_gpu else "tpu"]
+
+
 @functools.cache
-def step_rates() -> StepRates:
-  """Returns the table."""
-  return StepRates(**json.loads(RATES.read_text(encoding="utf-8")))
+def _tables() -> Mapping[str, StepRates]:
+  tables = json.loads(RATES.read_text(encoding="utf-8"))
+  return {kind: StepRates(**table) for kind, table in tables.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +171,8 @@ class StepRoofline:
   """Seconds of a step by what limits them."""
   how: Literal["estimated", "compiled"]
   """compiled: seconds of a microbatch and bytes are the compiler's, of this very step."""
+  rates: StepRates
+  """Those that it is estimated with."""
 
   @property
   def peak_bytes(self) -> int:
@@ -213,7 +222,7 @@ def step_roofline(
     rates: estimate with these, whatever has been compiled; None: with the package's.
   """
   known = None if rates else compiled_step(work, chip, mesh, per_device, remat)
-  rates = rates or step_rates()
+  rates = rates or step_rates(chip)
   microbatch: dict[Part, RooflineSeconds] = {
     part: part_seconds(one, chip, rates)
     for part, one in microbatch_work(work, chip, mesh, per_device, remat).items()
@@ -245,6 +254,7 @@ def step_roofline(
     parts=parts | {"optimizer": update.total},
     limits=limits,
     how="compiled" if known else "estimated",
+    rates=rates,
   )
 
 
@@ -263,7 +273,7 @@ def shared_parts(known: CompiledStep, estimated: Mapping[str, float]) -> dict[st
 
 def part_seconds(one: PartWork, chip: Chip, rates: StepRates) -> RooflineSeconds:
   """Returns the time of a part: products, kernels, elementwise work and traffic in turn."""
-  products = one.products / chip.peak_flops / rates.product[chip.generation]
+  products = one.products / chip.peak_flops / rates.product[chip.generation] * chip.calibration
   reading = one.weights / chip.hbm_bandwidth
   cycles = sum(rates.cycles.get(kind, 0.0) * count for kind, count in one.registers.items())
   vectors = cycles / chip.clock / chip.tensor_cores + one.kernels / chip.peak_flops
@@ -296,18 +306,36 @@ def link_seconds(
   fsdp, ways = mesh.shape["fsdp"], mesh.shape["tensor"]
   is_divided = weight_shards(work, mesh)[0] > 1
   # Slices that divide weights gather them over their hosts' network.
-  between = mesh.dcn["fsdp"] > 1
-  bandwidth = chip.dcn_bandwidth if between else chip.ici_bandwidth
-  weights = work.parameters / ways * work.compute_bytes * (fsdp - 1) / fsdp / bandwidth
+  each = _ring_seconds(chip, fsdp, ways, crosses=mesh.dcn["fsdp"] > 1)
+  weights = work.parameters / ways * work.compute_bytes * each
   tokens = float(per_device * ways * work.length)
   sums = 6 if remat == "full" else 5 if remat == "minimal" else 4
   layers = work.model.base_num_decoder_layers
   moved = tokens * work.model.base_emb_dim * work.compute_bytes * layers * sums
-  shared = 2 * moved * (ways - 1) / ways / chip.ici_bandwidth
+  shared = 2 * moved * _ring_seconds(chip, ways, 1, crosses=False)
   # Weights that every device has whole are not gathered, and their gradients are all-reduced.
   return LinkSeconds(
     2 * weights if is_divided else 0.0, weights if is_divided else 2 * weights, shared
   )
+
+
+def _ring_seconds(chip: Chip, size: int, stride: int, *, crosses: bool) -> float:
+  """Returns the seconds in which a byte of each result reaches all devices of a group: an all-gather's.
+
+  Args:
+    size: devices of a group.
+    stride: between neighbours of a group, in devices.
+    crosses: whether the group lies in several slices.
+  """
+  if not chip.is_gpu:
+    return (size - 1) / size / (chip.dcn_bandwidth if crosses else chip.ici_bandwidth)
+  # Those of an NVLink domain carry the data together, each with a port of its own.
+  ports = min(size, max(1, chip.domain // stride))
+  domains = size / ports
+  if domains == 1:
+    return (size - 1) / size / chip.ici_bandwidth
+  network = ports * chip.dcn_bandwidth * chip.network_share
+  return (domains - 1) / domains / min(network, chip.ici_bandwidth)
 
 
 def _collectives(
@@ -328,15 +356,18 @@ def _collectives(
   return RooflineSeconds(interconnect=share * weights + late + links.activations)
 
 
-def is_wide(mesh: Topology) -> bool:
-  """Returns whether weights are divided over so many devices that gradients are summed whole."""
+def is_wide(mesh: Topology, chip: Chip) -> bool:
+  """Returns whether weights are divided over so many devices that gradients are summed whole; of GPUs,
+  over more than NVLink connects."""
+  if chip.is_gpu:
+    return mesh.shape["fsdp"] * mesh.shape["tensor"] > chip.domain
   return mesh.shape["fsdp"] > _WIDE
 
 
 def _waits(rates: StepRates, chip: Chip, mesh: Topology) -> float:
   """Returns the rate of the generation; of one without compiled steps of that width, the mean of
   the others."""
-  width = "wide" if is_wide(mesh) else "narrow"
+  width = "wide" if is_wide(mesh, chip) else "narrow"
   known = [share for name, share in rates.waits.items() if name.endswith(width)]
   return rates.waits.get(f"{chip.generation} {width}", sum(known) / max(1, len(known)))
 
@@ -353,6 +384,6 @@ def _replicas(work: StepWork, chip: Chip, mesh: Topology) -> RooflineSeconds:
   their hosts' network is the slowest part."""
   replicas = mesh.shape["data"]
   divided = math.prod(weight_shards(work, mesh))
-  bandwidth = chip.dcn_bandwidth if mesh.dcn["data"] > 1 else chip.ici_bandwidth
-  moved = 2 * 4 * work.parameters / divided * (replicas - 1) / replicas
-  return RooflineSeconds(interconnect=moved / bandwidth)
+  stride = mesh.shape["fsdp"] * mesh.shape["tensor"]
+  each = _ring_seconds(chip, replicas, stride, crosses=mesh.dcn["data"] > 1)
+  return RooflineSeconds(interconnect=2 * 4 * work.parameters / divided * each)

@@ -243,7 +243,8 @@ def _busy_seconds(cost: OperationCost, chip: Chip) -> float:
   seconds = cost.cycles / chip.clock
   # A compiler that no longer charges too much would be faster than the peak if corrected.
   right = seconds / cost.overcharge
-  seconds = right if right * chip.peak_flops >= cost.flops else seconds
+  is_right = right / chip.calibration * chip.peak_flops >= cost.flops
+  seconds = right if is_right else seconds
   return max(seconds / (chip.sustained if cost.flops else 1.0), chip.launch)
 
 

@@ -9,9 +9,6 @@ feed-forward layer, N query and K key/value heads of H, V vocabulary, T tokens o
 """
 
 import dataclasses
-import functools
-import hashlib
-import json
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -21,7 +18,7 @@ from maxbatch.config.keys.model import hidden_width, idle_parameters
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
-from maxbatch.hugging_face.model_keys import digested, layer_types
+from maxbatch.hugging_face.model_keys import layer_types
 
 RematPolicy = Literal["none", "minimal", "full"]
 Part = Literal["attention", "mlp", "norm", "head", "embedding", "other"]
@@ -133,18 +130,6 @@ def tokens_seen(window: int, length: int) -> float:
   return window - window * (window - 1) / (2 * length) - 0.5
 
 
-@functools.lru_cache(maxsize=256)
-def work_digest(work: StepWork) -> str:
-  """Returns a hash of all keys that change what is computed, to know a step's work again."""
-  model = dataclasses.asdict(work.model)
-  keys = digested(model) | {key: model[key] for key in ("num_vocab_tiling", "scan_layers")}
-  is_slow = work.model.attention == "dot_product"
-  others = (work.length, work.compute_bytes, work.weight_bytes, work.optimizer_bytes, is_slow)
-  plugins = map(repr, work.model.plugins)
-  result = json.dumps([keys, others, work.model.lora_rank, *plugins], sort_keys=True)
-  return hashlib.sha256(result.encode()).hexdigest()[:16]
-
-
 def step_work(config: Config) -> StepWork:
   """Returns the work that a configuration describes."""
   precision, optimizer = config.precision, config.optimizer
@@ -214,11 +199,11 @@ class PartWork:
   products: float = 0.0
   """FLOPs of matrix products as the matrix unit does them: narrow dimensions fill it up."""
   kernels: float = 0.0
-  """The same of attention kernels."""
+  """The same of attention kernels; of GPUs, as many as fit in their time at the peak."""
   weights: float = 0.0
   """Bytes of weights that the products read, however few the tokens."""
   registers: dict[str, float] = dataclasses.field(default_factory=dict)
-  """Vector registers of elementwise work and of changes of layout, by what they hold."""
+  """Vector registers of elementwise work and of changes of layout, by what they hold; of GPUs passes."""
   traffic: dict[str, float] = dataclasses.field(default_factory=dict)
   """Bytes that such work may move through main memory, likewise, each once."""
 
@@ -237,7 +222,7 @@ def microbatch_work(
   """
   ways = mesh.shape["tensor"]
   layers = _LayersWork(work, chip, float(per_device * ways * work.length), ways, remat)
-  return {
+  parts: dict[Part, PartWork] = {
     "attention": layers.attention(),
     "mlp": layers.mlp(),
     "norm": layers.norm(),
@@ -245,6 +230,14 @@ def microbatch_work(
     "embedding": PartWork(traffic={"table": work.table_parameters / ways * 4}),
     "other": layers.other(casts_all=weight_shards(work, mesh)[0] == 1),
   }
+  return {one[0]: _on_gpu(*one, layers) for one in parts.items()} if chip.is_gpu else parts
+
+
+def _on_gpu(part: Part, one: PartWork, layers: "_LayersWork") -> PartWork:
+  """Returns the work of a part without vector registers, as GPUs compute such work while it moves; but each
+  kernel takes a while to start."""
+  starts = {f"{part} of a layer": layers.passes} if part in ("attention", "mlp", "norm") else {}
+  return dataclasses.replace(one, registers=starts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,8 +257,8 @@ class _LayersWork:
     result = self._elementwise(
       ("heads", 2 * self._heads * self._fill), ("rope", rotated * self._fill)
     )
-    # Halves of heads change places in a product with a constant matrix (models/forms.py).
-    width = _padded(c.head_dim, self.chip)
+    # On TPUs halves of heads change places in a product with a constant matrix (models/forms.py).
+    width = 0 if self.chip.is_gpu else _padded(c.head_dim, self.chip)
     turns = (3 if self.remat == "full" else 2) * L * 2 * M * rotated * width
     products = turns * width / c.head_dim
     kernels = _kernels(self.work, self.chip, M, self.ways, again=self.remat != "none")
@@ -310,6 +303,11 @@ class _LayersWork:
     return result
 
   @property
+  def passes(self) -> float:
+    """Passes over a layer, of all layers: forward, backward twice, and again."""
+    return (3 if self.remat == "none" else 4) * float(self.work.model.base_num_decoder_layers)
+
+  @property
   def _heads(self) -> float:
     c = self.work.model
     return (c.base_num_query_heads + c.base_num_kv_heads) * c.head_dim / self.ways
@@ -322,12 +320,11 @@ class _LayersWork:
   def _fill(self) -> float:
     """Registers that heads take, which are dims of their own, over those that their numbers would."""
     width = self.work.model.head_dim
-    return -(-width // _LANES) * _LANES / width
+    return 1.0 if self.chip.is_gpu else -(-width // _LANES) * _LANES / width
 
   def _elementwise(self, *kinds: tuple[str, float]) -> PartWork:
     """Returns the work of so many numbers for each token in each layer and pass."""
-    elements = 3 if self.remat == "none" else 4
-    each = elements * self.work.model.base_num_decoder_layers * self.tokens
+    each = self.passes * self.tokens
     counts = {kind: each * width / _REGISTER for kind, width in kinds if width}
     moved = {kind: count * _REGISTER * self.work.compute_bytes for kind, count in counts.items()}
     return PartWork(registers=counts, traffic=moved)
@@ -391,6 +388,11 @@ def _kernels(work: StepWork, chip: Chip, M: float, ways: int, *, again: bool) ->
     reach = min(rows, -(-(window - 1) // block) + 1) if window else rows
     blocks = reach * rows - reach * (reach - 1) / 2
     executed += layers * blocks * block / length * block
-  passes = _KERNEL_PRODUCTS["forward"] * (2 if again else 1) + _KERNEL_PRODUCTS["backward"]
+  forward, backward = (2 if again else 1), 1
+  if chip.is_gpu:
+    # Two products forward and five backward, as cuDNN's kernels and the published rates count them.
+    forward /= chip.attention_share(False, c.head_dim)
+    backward *= 5 / 7 / chip.attention_share(True, c.head_dim)
+  passes = _KERNEL_PRODUCTS["forward"] * forward + _KERNEL_PRODUCTS["backward"] * backward
   width = c.base_num_query_heads * _padded(c.head_dim, chip) / ways
   return passes * 2 * M * width * executed

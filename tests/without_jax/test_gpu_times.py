@@ -12,7 +12,7 @@ import pathlib
 import pytest
 
 from maxbatch.core.topology import Topology
-from maxbatch.estimate.chips import CHIPS, GPUS
+from maxbatch.estimate.chips import CHIPS, GPUS, calibrated
 from maxbatch.estimate.costs import Collective, OperationCost, program_costs
 from maxbatch.estimate.flops import Products, attention_pairs
 from maxbatch.estimate.gpu_corrections import left_out, overcharge
@@ -111,6 +111,17 @@ def test_products_of_types_outside_of_the_table_are_divided(left: str, result: s
   body = program.computations[program.entry]
   assert overcharge(program, body, body.instructions["c"]) == factor
   assert seconds_of(program_costs(program), H100) == pytest.approx(176.16e-6 / H100.sustained)
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.2])
+def test_a_measured_gpu_takes_as_much_longer(costs: list[OperationCost], factor: float):
+  other = calibrated(H100, factor)
+  times = [estimate(costs, chip, 1.0, 1.0, 8).step_seconds(1) for chip in (H100, other)]
+  assert times[1] == pytest.approx(factor * times[0])
+  program = parse(DOT.format(left="bf16", result="f32", us=176.16 * 64))
+  assert seconds_of(program_costs(program), other) == pytest.approx(
+    factor * 176.16e-6 / H100.sustained
+  )
 
 
 def test_a_repaired_compiler_is_not_divided():
