@@ -258,3 +258,22 @@ def test_seesaw_resumed_after_steps_of_every_batch(text, tmp_path, monkeypatch):
   again, _ = train(text, tmp_path / "parts", **SEESAW)
   assert fingerprints(again.params) == fingerprints(state.params)
   assert records(tmp_path / "parts")[-1] == records(tmp_path / "whole")[-1]
+
+
+GROUPS = {"batch_by_group": "[[embedding,2],[head,3]]"}
+
+
+def test_groups_resumed_after_each_of_their_steps(whole, text, tmp_path, monkeypatch):
+  state, _ = train(text, tmp_path / "whole", **GROUPS)
+  before = 0
+  for step in (1, 2, 3, 4, 5, 8):
+    with monkeypatch.context() as patch:
+      stop_at(patch, step - before)
+      train(text, tmp_path / "parts", **GROUPS)
+    before = step
+  again, position = train(text, tmp_path / "parts", **GROUPS)
+  assert position.samples == 160
+  assert fingerprints(again.params) == fingerprints(state.params)
+  assert fingerprints(again.opt_state) == fingerprints(state.opt_state)
+  # It is another training than with one batch for all.
+  assert fingerprints(state.params) != whole[0]

@@ -65,6 +65,11 @@ def test_a_batch_above_the_noise_scale_is_halved_and_saves_data(made):
   assert found.time_share == pytest.approx(1 - (1 + 16 / 8) / (1 + 32 / 8))
 
 
+def test_layers_with_far_more_noise_are_proposed_a_batch_of_their_own(made):
+  folder = made(**gns(90, 60, 150), **{"gns/embedding": 500.0, "gns/head": 239.0, "gns/mlp": 90.0})
+  assert "could try batch_by_group=[[embedding,4]]" in of(folder)["Batch"].says
+
+
 def test_a_batch_that_a_schedule_decides_on_is_left_alone(made):
   found = of(made("batch_schedule=[[0,8],[99,32]]", **gns(1100, 1040, 1160)))["Batch"]
   assert not found.change

@@ -25,6 +25,10 @@ _SMALL = 0.02
 """Share of the time not worth a change."""
 _LONG = 1.5
 """Times the median, from which a step counts as held up."""
+_PATTERNS = {"embedding": "embedding", "head": "head", "attention": "layers/attention/*"}
+_PATTERNS |= {"mlp": "layers/mlp/*"}
+"""Parameters of each type of layer whose noise scale is measured."""
+_MOST_STEPS = 8
 _CHANGING = ("batch_schedule", "enable_rampup_batch_size", "batch_schedule_type")
 
 
@@ -92,7 +96,7 @@ def _batch(run: RunHistory) -> Finding:
   value, low, high = shown(scale)
   says = (
     f"{batch:,} samples a step, noise scale {value} (95% {low}–{high}, the latest gns/total), so it is "
-    f"{place(scale, batch)}"
+    f"{place(scale, batch)}{_groups(run, scale.low)}"
   )
   changing = [key for key in _CHANGING if run.config.get(key) not in (None, [], False, "constant")]
   factor = 1.0 if scale.low <= 0 else _factor(batch, scale)
@@ -111,6 +115,20 @@ def _batch(run: RunHistory) -> Finding:
     "McCandlish 2018)"
   )
   return Finding(about, says, change, saves, 1 - cost.data)
+
+
+def _groups(run: RunHistory, low: float) -> str:
+  """Proposes a batch of their own for types of layers whose noise is 4 times the whole's or more."""
+  scales = {name: run.metrics.last.get(f"gns/{name}", 0.0) for name in _PATTERNS}
+  steps = {
+    _PATTERNS[name]: min(2 ** math.floor(math.log2(scale / low) - 1), _MOST_STEPS)
+    for name, scale in scales.items()
+    if low > 0 and scale >= 4 * low
+  }
+  if not steps or run.config.get("batch_by_group"):
+    return ""
+  pairs = ",".join(f"[{pattern},{number}]" for pattern, number in steps.items())
+  return f"; the noise of some layers is 4 times that and more, for which another run could try batch_by_group=[{pairs}]"
 
 
 def _factor(batch: int, scale: Interval) -> float:

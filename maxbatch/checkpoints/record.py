@@ -89,7 +89,13 @@ _FILES_SHOWN = 3
 _FINGERPRINT = "fingerprint"
 """What decides whether two values of an identity are equal that have it; the rest explains them."""
 
-_OFF: dict[str, Any] = {"trainable": [], "lora_rank": 0, "lora_alpha": -1, "lora_targets": []}
+_OFF: dict[str, Any] = {
+  "trainable": [],
+  "batch_by_group": [],
+  "lora_rank": 0,
+  "lora_alpha": -1,
+  "lora_targets": [],
+}
 """What trained in runs of versions without these keys."""
 
 _CONSEQUENCES = {

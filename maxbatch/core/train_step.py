@@ -7,7 +7,7 @@ wrong where microbatches have different numbers of tokens.)
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from maxbatch.core.accumulate import Accumulate, Squares, divisor, objective
+from maxbatch.core.group_steps import StepsOf, by_group, quotient
 from maxbatch.core.terms import Loss, Stats, Terms, joined, zeros_of
 
 
@@ -60,8 +61,12 @@ class DivideState(NamedTuple):
   """float32: global norm of the divided gradient, before clipping."""
 
 
-def divide() -> optax.GradientTransformationExtraArgs:
-  """Returns the transformation that divides summed gradients by the extra argument `divisor`."""
+def divide(*, measures: bool = False) -> optax.GradientTransformationExtraArgs:
+  """Returns the transformation that divides summed gradients by the extra argument `divisor`.
+
+  Args:
+    measures: takes the norm alone, and leaves the division to what follows.
+  """
 
   def init(params: Any) -> DivideState:
     del params
@@ -69,10 +74,8 @@ def divide() -> optax.GradientTransformationExtraArgs:
 
   def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, DivideState]:
     del state, params
-    # A step of padding alone has divisor 0 and gradient 0: its mean is 0, not NaN.
-    by = jnp.where(extra["divisor"] == 0, 1.0, extra["divisor"])
-    updates = jax.tree.map(lambda g: g / by, updates)
-    return updates, DivideState(optax.tree.norm(updates))
+    divided = quotient(updates, extra["divisor"])
+    return updates if measures else divided, DivideState(optax.tree.norm(divided))
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -120,6 +123,7 @@ def step_optimizer(
   *rules: optax.GradientTransformation,
   clip_norm: float = 0.0,
   dispatches: int | optax.Schedule = 1,
+  groups: tuple[StepsOf, Collection[int]] | None = None,
 ) -> StepOptimizer:
   """Returns the optimizer of `train_step`.
 
@@ -127,9 +131,13 @@ def step_optimizer(
     rules: any optax transformations, one after another; the first sees the step's mean gradient.
     clip_norm: global norm to which that is clipped; 0: it is not.
     dispatches: of a step; 1 where it is fused. A number, or a function of the updates so far.
+    groups: over how many steps each parameter's gradient is summed for an update, and all such
+      numbers; then each group is clipped by itself. None: one step for all.
   """
   clip = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()
   inner = optax.chain(divide(), clip, *rules)
+  if groups:
+    inner = optax.chain(divide(measures=True), by_group(optax.chain(clip, *rules), *groups))
   # MultiSteps runs the rule at every dispatch and discards all results but the last: skip them.
   inner = optax.conditionally_transform(
     inner, lambda step, *, is_last, **extra: is_last, forward_extra_args=True

@@ -11,6 +11,8 @@ a size that the parameter has too is divided as that dim of the parameter is: mo
 parameter's shape, Adafactor's rows and columns, which lack a dim, Shampoo's square matrices.
 """
 
+import difflib
+import fnmatch
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -279,7 +281,35 @@ def make_optimizer(
     scale_by_given_rate(),
     clip_norm=config.gradient_clipping_threshold,
     dispatches=dispatches,
+    groups=_groups(config, axes) if config.batch_by_group else None,
   )
+
+
+def _groups(config: OptimizerConfig, axes: Axes) -> tuple[Callable[[Any], Any], Collection[int]]:
+  """Returns over how many steps each parameter's gradients accumulate, and all such numbers.
+
+  Raises:
+    UserError: a pattern matches no parameter that trains, or one group of several steps is all there
+      is.
+  """
+  names, steps = {"/".join(path): path for path in axes}, dict.fromkeys(axes, 1)
+  for pattern, number in config.batch_by_group:
+    matching = [path for name, path in names.items() if fnmatch.fnmatchcase(name, pattern)]
+    if not matching:
+      near = difflib.get_close_matches(pattern, sorted({*names}), 3, 0.0)
+      raise UserError(
+        f"batch_by_group: {pattern!r} matches no parameter that trains; nearest: {', '.join(near)}. A "
+        "pattern is matched against the whole path, and * stands for any letters"
+      )
+    steps |= dict.fromkeys(matching, number)
+  counts = {*steps.values()}
+  if counts == {max(counts)} and max(counts) > 1:
+    raise UserError(
+      f"batch_by_group={[list(one) for one in config.batch_by_group]}: all parameters that train have "
+      f"{max(counts)} steps, which is a batch {max(counts)} times as large; for example "
+      f"batch_by_group=[] and {max(counts)} times the batch_size"
+    )
+  return lambda tree: _map_by_path(lambda path: steps[path], tree), sorted(counts)
 
 
 def _on_float32(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

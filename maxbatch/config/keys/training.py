@@ -88,6 +88,12 @@ class OptimizerConfig(Section, heading="the optimizer"):
   """Patterns of the paths of parameters that train, for example ["layers/attention/*", "head"];
   others are frozen; []: all, or only the adapters with lora_rank."""
 
+  batch_by_group: Annotated[
+    tuple[tuple[str, Annotated[int, Range(low=1, high=1024)]], ...], Example("[[embedding, 2]]")
+  ] = key((), FIXED)
+  """Patterns of paths, each with a number of steps over which gradients accumulate for an update:
+  [[embedding, 2]]; []: one for all."""
+
 
 @dataclasses.dataclass(frozen=True)
 class NoiseConfig(Section, heading="the gradient noise scale: which batch size is worth using"):
