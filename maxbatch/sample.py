@@ -19,6 +19,7 @@ from maxbatch.compile import cache
 from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.config.declare import FLOAT32, INT32, FileName, Positive, Range, Seed
 from maxbatch.config.find import shown
+from maxbatch.config.heads import cached_numbers
 from maxbatch.config.schema import Config, RunConfig
 from maxbatch.conversion.beside import origin_of
 from maxbatch.conversion.source import Source, find_source, open_source
@@ -243,7 +244,7 @@ def _check_memory(
   """Raises UserError: tokens, keys and values of the texts written together are more than the devices
   have, however they are divided."""
   model, rows = config.model, min(own.samples_at_once, len(asked))
-  kept = 2 * model.base_num_decoder_layers * model.base_num_kv_heads * model.head_dim
+  kept = model.base_num_decoder_layers * cached_numbers(model)
   token_bytes = 8 + kept * compute_format(config.precision).bytes
   places = max(len(request.ids) for request in asked) + own.max_new_tokens
   needed = rows * places * token_bytes / len(devices)

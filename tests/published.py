@@ -1,6 +1,9 @@
 """Parameters of the published checkpoints, counted by their publishers."""
 
 PUBLISHED_PARAMETERS = {
+  "deepseek2-16b": 15_706_484_224,
+  # With the 14,848 biases of its routers, and without the layer that predicts a second token.
+  "deepseek3-671b": 671_026_404_352 + 58 * 256,
   "gemma2-2b": 2_614_341_888,
   "gemma2-9b": 9_241_705_984,
   "gemma3-1b": 999_885_952,

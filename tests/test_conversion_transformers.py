@@ -39,8 +39,15 @@ SIZES = {
 GPT2 = {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 68}
 
 
+DEEPSEEK = {
+  **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+  **{"first_k_dense_replace": 1, "num_key_value_heads": 4, "kv_lora_rank": 10},
+  **{"qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 5},
+}
 EXPERTS = {
   "mixtral": {"num_local_experts": 3},
+  "deepseek_v2": DEEPSEEK | {"q_lora_rank": None},
+  "deepseek_v3": DEEPSEEK | {"q_lora_rank": 14, "n_group": 2, "topk_group": 1},
   "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
   "olmoe": {"num_experts": 3, "num_experts_per_tok": 2},
   "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12},

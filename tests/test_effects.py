@@ -303,6 +303,7 @@ def is_used(name):
 SMALL = "base_num_decoder_layers=2 base_emb_dim=8 head_dim=4 base_num_query_heads=2 base_num_kv_heads=2 base_mlp_dim=8"
 LLAMA = f"{SMALL} head_dim=16 rope_type=llama3.1 original_max_position_embeddings=64 rope_factor=8"
 EXPERTS = f"{SMALL} num_experts=4 num_experts_per_tok=2 norm_topk_prob=false"
+MLA = f"{SMALL} attention_type=mla"
 EFFECTS = [
   (planned, "batch_size=64 batch_schedule_type=linear batch_size_start=16 batch_schedule_length=100",
    "batch_size_start=32 batch_size_increment=8 batch_schedule_length=200 batch_schedule_unit=steps "
@@ -329,6 +330,10 @@ EFFECTS = [
   (traced, LLAMA, "rope_factor=4 rope_low_freq_factor=2 rope_high_freq_factor=9 original_max_position_embeddings=16"),
   (traced, f"{SMALL} sliding_window_size=4", "local_rope_max_timescale=99 layer_types=[sliding_attention,full_attention]"),
   (traced, f"{SMALL} use_qk_norm=true", "qk_norm_across_heads=true"),
+  (traced, f"{SMALL} position_embedding=rope", "rope_interleave=true head_dim=8"),
+  (traced, MLA, "q_lora_rank=4 kv_lora_rank=4 qk_nope_head_dim=4 qk_rope_head_dim=4 v_head_dim=4"),
+  (traced, f"{MLA} rope_type=yarn rope_factor=4", "mscale=0.5"),
+  (traced, f"{SMALL} num_experts=4", "first_num_dense_layers=1"),
   (traced, EXPERTS, "num_experts_per_tok=1 base_moe_mlp_dim=4 shared_experts=1 routed_score_func=sigmoid "
    "norm_topk_prob=true routed_scaling_factor=2 routed_bias=true n_routing_groups=2"),
   (traced, f"{EXPERTS}", "router_logit_bias=true"),

@@ -11,6 +11,7 @@ from support import config, model_config, uneven_rows
 
 import maxbatch as mb
 from maxbatch.compile.traced_flops import model_flops_per_token, step_flops
+from maxbatch.config.heads import attention_width
 from maxbatch.config.keys.model import idle_parameters
 from maxbatch.config.load import load_config, without_effect
 from maxbatch.errors import UserError
@@ -189,6 +190,8 @@ def test_active_and_total_parameters():
   ("name", "total", "active"),
   [
     ("mixtral-8x7b", 46.70e9, 12.88e9),
+    ("deepseek2-16b", 15.71e9, 2.66e9),
+    ("deepseek3-671b", 671.03e9, 37.55e9),
     ("gpt-oss-20b", 20.91e9, 3.61e9 + 201_088 * 2880),
     ("olmoe-1b-7b", 6.92e9, 1.28e9),
     ("qwen3-30b-a3b", 30.53e9, 3.35e9),
@@ -202,7 +205,7 @@ def test_estimates_count_what_publishers_say(name, total, active):
   assert work.parameters == pytest.approx(total, rel=1e-3)
   assert work.parameters - idle == pytest.approx(active, rel=3e-3)
   tables = work.table_parameters  # The embedding is looked up.
-  attention = 12 * work.model.base_num_query_heads * work.model.head_dim * work.length / 2
+  attention = 12 * attention_width(work.model) * work.length / 2
   rest = work.model_flops_per_token - 6 * (work.parameters - idle - tables)
   assert rest == pytest.approx(attention * work.model.base_num_decoder_layers, rel=1e-3)
 
@@ -267,6 +270,10 @@ def test_no_split_changes_a_term_or_a_statistic():
     (
       {"num_experts_per_tok": 7},
       "num_experts_per_tok=7 must be at most num_experts=6; for example",
+    ),
+    (
+      {"first_num_dense_layers": 2},
+      "first_num_dense_layers=2 must be less than base_num_decoder_layers=2, so that a layer has",
     ),
     ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true: the weight"),
     ({"n_routing_groups": 4}, "num_experts=6 must be a multiple of n_routing_groups=4, and groups"),

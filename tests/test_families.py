@@ -56,6 +56,13 @@ YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 8.0, "truncate": Fals
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
 
+DEEPSEEK = {
+  **{"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+  **{"first_k_dense_replace": 1, "num_hidden_layers": 3, "num_key_value_heads": 4},
+  **{"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 5},
+  **{"rms_norm_eps": 1e-6, "routed_scaling_factor": 2.0},
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
   "llama 3.1": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
   "llama, biases": ("llama", {"rope_parameters": LINEAR, "attention_bias": True, "mlp_bias": True}),
@@ -94,6 +101,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 10, "sliding_window": 5}
     # Small, so that they matter.
     | {"swiglu_limit": 0.5, "swiglu_alpha": 2.0, "num_hidden_layers": 3, "rope_parameters": YARN},
+  ),
+  "deepseek v2": (
+    "deepseek_v2",
+    {**DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 2, "attention_bias": True}
+    | {"rope_parameters": YARN | {"truncate": True, "mscale": 0.7, "mscale_all_dim": 0.7}},
+  ),
+  "deepseek v3": (
+    "deepseek_v3",
+    {**DEEPSEEK, "q_lora_rank": 14, "n_shared_experts": 1, "n_group": 3, "topk_group": 2},
   ),
   "gpt2": ("gpt2", {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 32}),
 }
@@ -139,7 +155,8 @@ def random_model(config: Any) -> Any:
   torch.manual_seed(0)
   model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
   with torch.no_grad():
-    for weight in model.parameters():
+    biases = [each for name, each in model.named_buffers() if "correction_bias" in name]
+    for weight in [*model.parameters(), *biases]:
       weight += 0.3 * torch.randn_like(weight)
   return model.eval()
 
@@ -150,7 +167,7 @@ def taken(pair: Pair, tensors: dict[str, np.ndarray]) -> Parameters:
   result = {}
   tensors = as_in_files(tensors, pair.family)
   given = {pair.family.table_name(name): tensor for name, tensor in tensors.items()}
-  for tensor in pair.family.table(shapes):
+  for tensor in pair.family.table(shapes, pair.config.model.first_num_dense_layers):
     stacked = shapes[tensor.parameters[0]].shape[: tensor.stacked_dims]
     ours = [shapes[path].shape[tensor.stacked_dims :] for path in tensor.parameters]
     each = [given.pop(name) for name, _ in tensor.names(stacked)]
@@ -219,7 +236,8 @@ def test_a_family_computes_what_transformers_computes(pair):
   expected = torch.nn.functional.cross_entropy(result.flatten(0, 1), ids[:, 1:].flatten())
   expected.backward()
   assert loss == pytest.approx(expected.item(), abs=1e-5)
-  slopes = {name: weight.grad.numpy() for name, weight in pair.theirs.named_parameters()}
+  slopes = {name: np.zeros_like(buffer) for name, buffer in given.items()}  # Not of buffers.
+  slopes |= {name: weight.grad.numpy() for name, weight in pair.theirs.named_parameters()}
   for path, theirs in flat(taken(pair, slopes)).items():
     np.testing.assert_allclose(flat(gradients)[path], theirs, rtol=0, atol=1e-4, err_msg=path)
 

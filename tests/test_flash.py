@@ -76,6 +76,13 @@ def test_an_nvidia_gpu_has_a_kernel_for_bfloat16():
       "cuDNN's kernel knows no attn_logits_soft_cap=50",
     ),
     (
+      {"dtype": "bfloat16", "attention_type": "mla"},
+      128,
+      "gpu",
+      "9.0",
+      "cuDNN's kernel takes keys as wide as values, and attention_type=mla has others",
+    ),
+    (
       {"dtype": "bfloat16", "attention_sink": True},
       128,
       "gpu",
@@ -172,12 +179,11 @@ def segments(B: int, T: int) -> jax.Array:
 
 def with_gradients(attend, q_BTNH, k_BSKH, v_BSKH) -> list[np.ndarray]:
   """The output and its gradients by queries, keys and values, for one fixed cotangent."""
-  cotangent = np.cos(np.arange(q_BTNH.size)).astype(np.float32).reshape(q_BTNH.shape)
 
   @jax.jit
   def run(*arguments):
     out, pull = jax.vjp(attend, *arguments)
-    return out, *pull(cotangent)
+    return out, *pull(np.cos(np.arange(out.size)).astype(np.float32).reshape(out.shape))
 
   return [np.asarray(x) for x in run(q_BTNH, k_BSKH, v_BSKH)]
 
@@ -222,9 +228,10 @@ def test_a_kernel_equals_matrix_products(kernel: str, K: int, T: int, packed: bo
     np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
 
 
-def test_sinks_have_exact_gradients():
+def test_sinks_and_narrow_values_have_exact_gradients():
   """By matrix products and by the TPU's kernel, against a key of its own without a value."""
-  arrays, ids_BT = operands(4, 2, 128), segments(2, 128)
+  (*arrays, v_BSKH), ids_BT = operands(4, 2, 128), segments(2, 128)
+  arrays += [v_BSKH[..., :8]]
   sink_BN = jnp.asarray([[0.5, -1.0, 2.0, 0.0]])
 
   def formula(q_BTNH, k_BSKH, v_BSKH):

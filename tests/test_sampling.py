@@ -42,6 +42,11 @@ MIXED = (
   "final_logits_soft_cap=4",
   "logits_via_embedding=true",
 )
+DEEPSEEK_LIKE = (
+  *("num_experts=4", "shared_experts=1", "base_moe_mlp_dim=8", "first_num_dense_layers=1"),
+  *("attention_type=mla", "base_num_kv_heads=4", "q_lora_rank=7", "kv_lora_rank=5"),
+  *("qk_nope_head_dim=3", "qk_rope_head_dim=4", "v_head_dim=5", "rope_interleave=true"),
+)
 FAMILIES = {
   "llama": (),
   "gpt2": GPT2_LIKE,
@@ -54,6 +59,8 @@ FAMILIES = {
     *("layer_types=[sliding_attention,full_attention]", "rope_type=yarn", "rope_factor=4"),
     *("original_max_position_embeddings=8", "rope_attention_scaling=true"),
   ),
+  "deepseek": (*DEEPSEEK_LIKE,),
+  "deepseek, unrolled": (*DEEPSEEK_LIKE, "q_lora_rank=0", "scan_layers=false"),
 }
 every_family = pytest.mark.parametrize("keys", FAMILIES.values(), ids=FAMILIES)
 

@@ -16,6 +16,7 @@ from maxbatch.advice.words import DAY, percent, short, span, wrapped
 from maxbatch.batch_rules.post_training import CHOICES, EQUAL_GENERATIONS
 from maxbatch.command_line.screen import Table
 from maxbatch.config.find import shown, user_path
+from maxbatch.config.heads import cached_numbers
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
@@ -181,7 +182,7 @@ def _rollout(config: Config, work: StepWork, completions: int, place: Place) -> 
   model, chip = config.model, place.chip
   completion = config.batch.max_target_length - config.rl.max_prefill_predict_length
   places = place.slices * place.devices_per_slice
-  kept = 2 * model.base_num_kv_heads * model.head_dim * model.base_num_decoder_layers
+  kept = cached_numbers(model) * model.base_num_decoder_layers
   seen = config.rl.max_prefill_predict_length + completion / 2
   moved = work.parameters + completions * kept * seen
   reading = moved * work.compute_bytes / chip.hbm_bandwidth

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from maxbatch.config.heads import attention_width
 from maxbatch.estimate.flops import CUDNN_PRODUCTS, SPLASH_PRODUCTS, attention_pairs
 from maxbatch.estimate.step_work import tokens_seen
 from maxbatch.models.attention import sliding_layers
@@ -66,11 +67,10 @@ def model_flops_per_token(model: Model, length: int) -> float:
     and path[-1] not in ("bias", "scale")
     and not (tables and axes[0] == "vocab")
   )
-  width = config.base_num_query_heads * config.head_dim
   sliding = int(sliding_layers(config).sum())
   layers = {config.sliding_window_size: sliding, 0: config.base_num_decoder_layers - sliding}
   seen = sum(number * tokens_seen(window, length) for window, number in layers.items())
-  return matrices + 12 * width * seen
+  return matrices + 12 * attention_width(config) * seen
 
 
 def step_flops(traced: core.ClosedJaxpr) -> StepFlops:

@@ -150,7 +150,8 @@ class FolderReader:
     self.dtypes: set[np.dtype] = set()
     """Dtypes of the folder's tensors."""
     self._folder, self._shapes = folder, shapes
-    self._places = _places(family, _as_stored(shapes, axes, options["vocab_size"], folder))
+    stored = _as_stored(shapes, axes, options["vocab_size"], folder)
+    self._places = _places(family, stored, options["first_num_dense_layers"])
     self._tensors = TensorFolder(folder)
     self._names = _names(self._tensors, family)
     self._check()
@@ -229,11 +230,11 @@ def _as_stored(
 
 
 def _places(
-  family: Family, shapes: Mapping[tuple[str, ...], Shape]
+  family: Family, shapes: Mapping[tuple[str, ...], Shape], dense_layers: int
 ) -> dict[tuple[str, ...], Place]:
   paths = {".".join(path): path for path in shapes}
   results: dict[tuple[str, ...], Place] = {}
-  for tensor in family.table(paths):
+  for tensor in family.table(paths, dense_layers):
     experts = max(tensor.stacked_dims - 1, 0)
     inside = tuple(shapes[paths[name]][experts:] for name in tensor.parameters)
     for number, name in enumerate(tensor.parameters):

@@ -63,7 +63,7 @@ def _write(
   source = _Source(checkpoint, config, rows)
   family, values = _family(config, rows)
   kind = np.dtype(jnp.dtype(dtype)) if dtype else source.dtype
-  table = family.table(source.shapes)
+  table = family.table(source.shapes, config.model.first_num_dense_layers)
   specs = [spec for tensor in table for spec in source.specs(tensor, kind)]
   num_bytes = total_bytes(specs)
   with (
@@ -228,7 +228,8 @@ def convert_to_peft(step: Path, config: Config, folder: Path) -> Converted:
     )
   family, _ = family_for(model_keys(config), config.batch.max_target_length)
   plain = build_model(lora.without_adapters(config.model), config.batch.max_target_length)
-  table = family.table([".".join(path) for path in plain.axes()])
+  dense = config.model.first_num_dense_layers
+  table = family.table([".".join(path) for path in plain.axes()], dense)
   fused = [
     _Fused(tensor, adapted, checkpoint)
     for tensor in table
@@ -295,7 +296,7 @@ class _Fused:
         placed = np.zeros((sum(outputs.values()), rank), b.dtype)
         placed[before : before + outputs[name]] = b.reshape(rank, -1).T
         columns.append(placed)
-      module = self.tensor.name.format(layer).removesuffix(".weight")
+      module = self.tensor.name.format(layer + self.tensor.first_layer).removesuffix(".weight")
       prefix = f"base_model.model.{module}"
       yield f"{prefix}.lora_A.weight", np.ascontiguousarray(np.concatenate(rows, axis=0))
       yield f"{prefix}.lora_B.weight", np.ascontiguousarray(np.concatenate(columns, axis=1))

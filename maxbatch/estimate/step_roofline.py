@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
+from maxbatch.config.heads import query_dim
 from maxbatch.config.keys.model import hidden_width
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
@@ -124,8 +125,8 @@ def memory_work(
   M, size = float(per_device * ways * work.length), work.compute_bytes
   D, L = c.base_emb_dim, c.base_num_decoder_layers
   queries, keys = (
-    c.base_num_query_heads * c.head_dim / ways,
-    c.base_num_kv_heads * c.head_dim / ways,
+    c.base_num_query_heads * query_dim(c) / ways,
+    c.base_num_kv_heads * query_dim(c) / ways,
   )
   hidden = hidden_width(c) / ways * (1 if c.mlp_activation == "gelu" else 2)
   shards = weight_shards(work, mesh)

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.config.keys.model import hidden_width, idle_parameters
+from maxbatch.config.heads import attention_matrices, attention_width, query_dim
+from maxbatch.config.keys.model import hidden_width, idle_parameters, mixture_share
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
@@ -50,21 +51,20 @@ class StepWork:
   """Bytes of the optimizer's state for one parameter: 8 for Adam's two moments in float32."""
 
   @property
-  def layer_matrix(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
+  def layer_matrix(self) -> Mapping[str, tuple[tuple[float, float], ...]]:
     """The matrices of a layer that a token meets by part, each (in, out), its experts' side by side."""
     c = self.model
-    D, F, H = c.base_emb_dim, hidden_width(c), c.head_dim
-    N, K = c.base_num_query_heads * H, c.base_num_kv_heads * H
+    D, F = c.base_emb_dim, hidden_width(c)
     up = 1 if c.mlp_activation == "gelu" else 2
-    router = ((D, c.num_experts),) if c.num_experts > 1 else ()
+    router = ((D, mixture_share(c) * c.num_experts),) if c.num_experts > 1 else ()
     return {
-      "attention": ((D, N), (D, K), (D, K), (N, D)),
+      "attention": attention_matrices(c),
       "mlp": (*router, *((D, F),) * up, (F, D)),
     }
 
   @property
-  def layer_parameters(self) -> int:
-    """Parameters of the matrices of one layer."""
+  def layer_parameters(self) -> float:
+    """Parameters of the matrices of one layer; where layers differ, on average."""
     met = sum(math.prod(one) for part in self.layer_matrix.values() for one in part)
     return met + idle_parameters(self.model)
 
@@ -80,9 +80,8 @@ class StepWork:
     tables = 1 if c.logits_via_embedding else 2
     learned = c.max_position_embeddings if c.position_embedding == "learned" else 0
     positions = max(learned, 0) * c.base_emb_dim
-    return (
-      c.base_num_decoder_layers * self.layer_parameters + tables * self.table_parameters + positions
-    )
+    of_layers = round(c.base_num_decoder_layers * self.layer_parameters)
+    return of_layers + tables * self.table_parameters + positions
 
   @property
   def windows(self) -> Mapping[int, int]:
@@ -99,9 +98,8 @@ class StepWork:
     c = self.model
     met = self.layer_parameters - idle_parameters(c)
     matrices = c.base_num_decoder_layers * met + self.table_parameters
-    heads = c.base_num_query_heads * c.head_dim
     seen = sum(n * tokens_seen(window, self.length) for window, n in self.windows.items())
-    return 6.0 * matrices + 12.0 * heads * seen
+    return 6.0 * matrices + 12.0 * attention_width(c) * seen
 
   def keeps_gradients(self, tokens: float) -> bool:
     """Returns whether the gradient of the logits is kept and multiplied once, after the last tile."""
@@ -164,8 +162,8 @@ def residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
   """
   c, size = work.model, work.compute_bytes
   queries, keys = (
-    c.base_num_query_heads * c.head_dim / ways,
-    c.base_num_kv_heads * c.head_dim / ways,
+    c.base_num_query_heads * query_dim(c) / ways,
+    c.base_num_kv_heads * query_dim(c) / ways,
   )
   D = c.base_emb_dim
   if remat == "full":
@@ -258,9 +256,9 @@ class _LayersWork:
       ("heads", 2 * self._heads * self._fill), ("rope", rotated * self._fill)
     )
     # On TPUs halves of heads change places in a product with a constant matrix (models/forms.py).
-    width = 0 if self.chip.is_gpu else _padded(c.head_dim, self.chip)
+    width = 0 if self.chip.is_gpu else _padded(query_dim(c), self.chip)
     turns = (3 if self.remat == "full" else 2) * L * 2 * M * rotated * width
-    products = turns * width / c.head_dim
+    products = turns * width / query_dim(c)
     kernels = _kernels(self.work, self.chip, M, self.ways, again=self.remat != "none")
     result = dataclasses.replace(result, products=products, kernels=kernels)
     return self._with_products("attention", result)
@@ -289,10 +287,10 @@ class _LayersWork:
     work, c, M, ways = self.work, self.work.model, self.tokens, self.ways
     L, D = c.base_num_decoder_layers, c.base_emb_dim
     result = self._elementwise(("residual", D), ("dropout", 2 * D if c.dropout_rate else 0))
-    if self.remat != "full" and c.head_dim % _LANES:
+    if self.remat != "full" and query_dim(c) % _LANES:
       # Heads narrower than a register change their layout where they are kept, and where they are computed
       # on with again.
-      kept = (c.base_num_query_heads + 2 * c.base_num_kv_heads) * c.head_dim / ways * self._fill
+      kept = (c.base_num_query_heads + 2 * c.base_num_kv_heads) * query_dim(c) / ways * self._fill
       times = 2 if self.remat == "minimal" else 1
       result.registers["kept heads"] = times * L * M * kept / _REGISTER
     # Written by the forward, read by the backward pass.
@@ -310,7 +308,7 @@ class _LayersWork:
   @property
   def _heads(self) -> float:
     c = self.work.model
-    return (c.base_num_query_heads + c.base_num_kv_heads) * c.head_dim / self.ways
+    return (c.base_num_query_heads + c.base_num_kv_heads) * query_dim(c) / self.ways
 
   @property
   def _hidden(self) -> float:
@@ -319,7 +317,7 @@ class _LayersWork:
   @property
   def _fill(self) -> float:
     """Registers that heads take, which are dims of their own, over those that their numbers would."""
-    width = self.work.model.head_dim
+    width = query_dim(self.work.model)
     return 1.0 if self.chip.is_gpu else -(-width // _LANES) * _LANES / width
 
   def _elementwise(self, *kinds: tuple[str, float]) -> PartWork:
@@ -391,8 +389,8 @@ def _kernels(work: StepWork, chip: Chip, M: float, ways: int, *, again: bool) ->
   forward, backward = (2 if again else 1), 1
   if chip.is_gpu:
     # Two products forward and five backward, as cuDNN's kernels and the published rates count them.
-    forward /= chip.attention_share(False, c.head_dim)
-    backward *= 5 / 7 / chip.attention_share(True, c.head_dim)
+    forward /= chip.attention_share(False, query_dim(c))
+    backward *= 5 / 7 / chip.attention_share(True, query_dim(c))
   passes = _KERNEL_PRODUCTS["forward"] * forward + _KERNEL_PRODUCTS["backward"] * backward
-  width = c.base_num_query_heads * _padded(c.head_dim, chip) / ways
+  width = c.base_num_query_heads * _padded(query_dim(c), chip) / ways
   return passes * 2 * M * width * executed

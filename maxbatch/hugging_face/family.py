@@ -40,6 +40,8 @@ class Tensor:
   """Leading dims of ours that are the inputs of a matrix, the others are its outputs; 0: a vector."""
   transposed: bool
   """Whether theirs is (outputs, inputs), as torch's Linear keeps it."""
+  first_layer: int = 0
+  """The number of the first of the stacked layers in the model."""
 
   @property
   def is_layered(self) -> bool:
@@ -54,7 +56,10 @@ class Tensor:
   def names(self, sizes: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
     """Returns every tensor's name, and where it lies in the stacked dims, which are `sizes`."""
     places = itertools.product(*(range(size) for size in sizes[: self.stacked_dims]))
-    return [(self.name.format(*place), place) for place in places]
+    return [(self._name(*place), place) for place in places]
+
+  def _name(self, *place: int) -> str:
+    return self.name.format(*(place and (place[0] + self.first_layer, *place[1:])))
 
   def shape(self, shapes: Sequence[Shape]) -> Shape:
     """Returns the shape of their tensor, where those of our parameters are `shapes`."""
@@ -230,11 +235,19 @@ class Family:
       theirs |= part.write(model)
     return theirs
 
-  def table(self, parameters: Collection[str]) -> tuple[Tensor, ...]:
+  def table(self, parameters: Collection[str], dense_layers: int = 0) -> tuple[Tensor, ...]:
     """Returns the tensors of a model that has these parameters, by their paths
-    (`layers.mlp.up.kernel`). Raises UserError: a parameter has no place in this family's files."""
+    (`layers.mlp.up.kernel`), and so many first layers without experts (`dense_layers.mlp.up.kernel`).
+    Raises UserError: a parameter has no place in this family's files."""
     given = set(parameters)
     tensors = tuple(each for each in self.tensors if given.issuperset(each.parameters))
+    if dense_layers:
+      tensors = tuple(
+        dataclasses.replace(each, first_layer=dense_layers)
+        if each.parameters[0].startswith("layers.")
+        else each
+        for each in tensors
+      )
     left = given.difference(*(each.parameters for each in tensors))
     if left:
       raise UserError(f"a model of type {self.name} has no tensor for {', '.join(sorted(left))}")

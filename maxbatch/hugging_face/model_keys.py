@@ -48,7 +48,16 @@ PLAIN: Mapping[str, Any] = {
   "beta_slow": 1.0,
   "rope_truncate": True,
   "rope_attention_scaling": False,
+  "rope_interleave": False,
   "attention_sink": False,
+  "attention_type": "global",
+  "q_lora_rank": 0,
+  "kv_lora_rank": 512,
+  "qk_nope_head_dim": 128,
+  "qk_rope_head_dim": 64,
+  "v_head_dim": 128,
+  "mscale": 1.0,
+  "first_num_dense_layers": 0,
   "sliding_window_size": 0,
   "layer_types": (),
   "query_pre_attn_scalar": 0,
@@ -77,8 +86,12 @@ PLAIN: Mapping[str, Any] = {
 """The other keys, as Llama has them: a family names only those of its own that differ."""
 
 _YARN = ("beta_fast", "beta_slow", "rope_truncate", "rope_attention_scaling")
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LATER = frozenset(
-  {*_YARN, "mlp_activations_limit", "swiglu_alpha", "router_logit_bias", "attention_sink"}
+  {
+    *(*_YARN, *_LATENT, "mscale", "attention_type", "first_num_dense_layers", "rope_interleave"),
+    *("mlp_activations_limit", "swiglu_alpha", "router_logit_bias", "attention_sink"),
+  }
 )
 """Those that came after steps had been compiled whose digests are kept."""
 
@@ -88,7 +101,7 @@ _ROPE = sorted({*(key for key in PLAIN if "rope_" in key), *_LONGER, *_YARN})
 _OF_EXPERTS = [
   *("num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func"),
   *("norm_topk_prob", "routed_scaling_factor", "routed_bias", "n_routing_groups"),
-  *("topk_routing_group", "router_logit_bias"),
+  *("topk_routing_group", "router_logit_bias", "first_num_dense_layers"),
 ]
 _TRAINING_ONLY = ("dropout_rate",)
 
@@ -151,8 +164,15 @@ def _computed(model: Mapping[str, Any]) -> dict[str, Any]:
   else:
     if keys["base_moe_mlp_dim"] == -1:
       keys["base_moe_mlp_dim"] = keys["base_mlp_dim"]
-    # All layers are of experts, and no matrix has the width of the others.
-    keys["base_mlp_dim"] = keys["base_moe_mlp_dim"]
+    if not keys["first_num_dense_layers"]:
+      # All layers are of experts, and no matrix has the width of the others.
+      keys["base_mlp_dim"] = keys["base_moe_mlp_dim"]
+  is_latent = keys["attention_type"] == "mla"
+  without += [] if is_latent else _LATENT
+  if is_latent:
+    keys["head_dim"] = 0
+  if not is_latent or keys["rope_type"] != "yarn":
+    without += ["mscale"]
   if keys["mlp_activation"] != "clamped_swiglu":
     without += ["mlp_activations_limit", "swiglu_alpha"]
   if not keys["use_qk_norm"]:

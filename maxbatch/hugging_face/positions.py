@@ -60,7 +60,7 @@ def rope_scaling(theirs: ConfigJson, key: str, values: Mapping[str, Any]) -> dic
 def _read_yarn(
   theirs: ConfigJson, key: str, values: Mapping[str, Any], given: Collection[str]
 ) -> dict[str, Any]:
-  """Returns our keys for yarn; how it scales logits by `mscale_all_dim` is what MLA reads."""
+  """Returns our keys for yarn; `mscale_all_dim` scales the logits of MLA alone."""
   unknown = set(given) - {*_YARN, "truncate", "mscale", "mscale_all_dim"}
   missing = {"factor", "original_max_position_embeddings"} - set(given)
   if unknown or missing:
@@ -75,11 +75,18 @@ def _read_yarn(
   truncate = values.get("truncate")
   is_truncated = True if truncate is None else truncate
   others = {"rope_truncate": is_truncated, "rope_attention_scaling": is_scaled}
+  if theirs["kv_lora_rank"] is not None:
+    others["mscale"] = of_logits or 0.0
   return {"rope_type": "yarn", **keys, **others}
 
 
 def _write_yarn(ours: Ours) -> dict[str, Any]:
-  scale = {} if ours["rope_attention_scaling"] else {"mscale": 1.0, "mscale_all_dim": 1.0}
+  scale = {}
+  if ours["attention_type"] == "mla" and ours["mscale"]:
+    scale["mscale_all_dim"] = ours["mscale"]
+  if not ours["rope_attention_scaling"]:
+    scale = {"mscale_all_dim": 1.0} | scale
+    scale["mscale"] = scale["mscale_all_dim"]
   keys = {name: ours[key] for name, key in _YARN.items()}
   return {"rope_type": "yarn", **keys, "truncate": ours["rope_truncate"], **scale}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maxbatch.errors import UserError
+from maxbatch.hugging_face.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from maxbatch.hugging_face.families.gemma import GEMMA2, GEMMA3
 from maxbatch.hugging_face.families.gpt2 import GPT2
 from maxbatch.hugging_face.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
@@ -28,6 +29,8 @@ FAMILIES: tuple[Family, ...] = (
   OLMOE,
   QWEN3_MOE,
   GPT_OSS,
+  DEEPSEEK_V2,
+  DEEPSEEK_V3,
 )
 """A model of ours is written as the first that can say all of it."""
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxbatch.config.heads import is_latent, query_dim, rotated_dim
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
 from maxbatch.hugging_face.model_keys import layer_types
@@ -29,7 +30,7 @@ from maxbatch.precision.policy import PLAIN, Policy
 
 def frequency_factors(config: ModelConfig) -> np.ndarray | None:
   """Returns the factor of the frequency of each pair of a head: float32[H/2]; None: all 1."""
-  factors = np.full(config.head_dim // 2, 1 / config.rope_linear_scaling_factor)
+  factors = np.full(rotated_dim(config) // 2, 1 / config.rope_linear_scaling_factor)
   if config.rope_type == "llama3.1":
     factors *= _llama3(config)
   if config.rope_type == "yarn":
@@ -40,7 +41,7 @@ def frequency_factors(config: ModelConfig) -> np.ndarray | None:
 def _llama3(config: ModelConfig) -> np.ndarray:
   """Leaves fast frequencies unchanged, divides slow ones, and interpolates those between (Llama
   3.1)."""
-  exponents = np.arange(0, config.head_dim, 2) / config.head_dim
+  exponents = np.arange(0, rotated_dim(config), 2) / rotated_dim(config)
   frequencies = config.rope_max_timescale**-exponents
   turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)
   low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
@@ -54,13 +55,13 @@ def _yarn(config: ModelConfig) -> np.ndarray:
 
   def pair(turns: float) -> float:
     wavelengths = config.original_max_position_embeddings / (2 * math.pi * turns)
-    return config.head_dim * math.log(wavelengths) / (2 * math.log(config.rope_max_timescale))
+    return rotated_dim(config) * math.log(wavelengths) / (2 * math.log(config.rope_max_timescale))
 
   low, high = pair(config.beta_fast), pair(config.beta_slow)
   if config.rope_truncate:
     low, high = math.floor(low), math.ceil(high)
-  low, high = max(low, 0), min(high, config.head_dim - 1)
-  pairs = np.arange(config.head_dim // 2)
+  low, high = max(low, 0), min(high, rotated_dim(config) - 1)
+  pairs = np.arange(rotated_dim(config) // 2)
   slow = np.clip((pairs - low) / (high - low or 1e-3), 0, 1)
   return 1 - slow + slow / config.rope_factor
 
@@ -69,6 +70,14 @@ def rotation_scale(config: ModelConfig) -> float:
   """Returns the factor of queries and keys, with which yarn sharpens attention over longer rows."""
   scales = config.rope_type == "yarn" and config.rope_attention_scaling
   return 1 + 0.1 * math.log(config.rope_factor) if scales else 1.0
+
+
+def query_factor(config: ModelConfig) -> float:
+  """Returns the factor of queries, whose products with keys are divided by the root of a query's numbers."""
+  scalar, factor = config.query_pre_attn_scalar, 1.0
+  if is_latent(config) and config.rope_type == "yarn":
+    factor = (1 + 0.1 * config.mscale * math.log(config.rope_factor)) ** 2
+  return factor * math.sqrt(query_dim(config) / scalar) if scalar else factor
 
 
 def sliding_layers(config: ModelConfig) -> np.ndarray:
@@ -161,7 +170,7 @@ def _contexts(
   def context(window: int, timescale: float, factors_H: np.ndarray | None) -> AttentionContext:
     cos = sin = None
     if config.position_embedding == "rope":
-      cos, sin = _rotations(positions_BT, config.head_dim, timescale, factors_H)
+      cos, sin = _rotations(positions_BT, rotated_dim(config), timescale, factors_H)
       if scale != 1:
         cos, sin = scale * cos, scale * sin
     return AttentionContext(first_seen(window), cos, sin, segment_ids_BT, window > 0)
@@ -215,28 +224,46 @@ class Attention(nnx.Module):
     self.query = Projection(rngs, (D,), (N, H), q_axes, bias=bias)
     self.key = Projection(rngs, (D,), (K, H), kv_axes, bias=bias)
     self.value = Projection(rngs, (D,), (K, H), kv_axes, bias=bias)
-    out_axes, out_bias = ("heads", "head_dim", "embed"), config.attention_out_bias
-    self.out = Projection(rngs, (N, H), (D,), out_axes, bias=out_bias, scale=residual_scale)
+    self.query_norm = _norm(config, N, "heads")
+    self.key_norm = _norm(config, K, "kv_heads")
+    self.add_output(rngs, config, H, residual_scale)
+
+  def add_output(
+    self, rngs: nnx.Rngs, config: ModelConfig, value_dim: int, residual_scale: float
+  ) -> None:
+    """Adds what all forms of attention have after queries, keys and values."""
+    D, N = config.base_emb_dim, config.base_num_query_heads
+    axes, bias = ("heads", "head_dim", "embed"), config.attention_out_bias
+    self.out = Projection(rngs, (N, value_dim), (D,), axes, bias=bias, scale=residual_scale)
     self.out.saved_as = "out_proj"
     self.sink = constant(0.0, (N,), ("heads",)) if config.attention_sink else None
     """A logit of each head that takes a part of the weights and gives nothing (gpt-oss)."""
     self.probe: Probe | None = probe("sink") if config.attention_sink else None
-    self.query_norm = _norm(config, N, "heads")
-    self.key_norm = _norm(config, K, "kv_heads")
-    # Makes of logits divided by √head_dim those divided by the root of another number.
-    scalar = config.query_pre_attn_scalar
-    self.query_factor = math.sqrt(config.head_dim / scalar) if scalar else 1.0
+    self.query_factor = query_factor(config)
     self.config = config
+
+  def projected(
+    self, x_BTD: jax.Array, at: AttentionContext
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries (B, T, N, H), keys and values (B, S, K, H), with their positions."""
+    q_BTNH, k_BSKH, v_BSKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+    if self.query_norm is not None and self.key_norm is not None:
+      q_BTNH, k_BSKH = self.query_norm(q_BTNH), self.key_norm(k_BSKH)
+    return self.positioned(q_BTNH, at), self.positioned(k_BSKH, at), v_BSKH
+
+  def positioned(self, x_BTNH: jax.Array, at: AttentionContext) -> jax.Array:
+    """Returns heads rotated by their positions; the pairs of neighbours become halves."""
+    if at.cos_BTH is None or at.sin_BTH is None:
+      return x_BTNH
+    if self.config.rope_interleave:
+      pairs = x_BTNH.reshape(*x_BTNH.shape[:-1], -1, 2)
+      x_BTNH = pairs.swapaxes(-1, -2).reshape(x_BTNH.shape)
+    return self.policy.cast(rotated(x_BTNH, at.cos_BTH, at.sin_BTH))
 
   @jax.named_scope("attention")
   def __call__(self, x_BTD: jax.Array, at: AttentionContext) -> jax.Array:
     """Attends: (B, T, D) → (B, T, D)."""
-    q_BTNH, k_BSKH, v_BSKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
-    if self.query_norm is not None and self.key_norm is not None:
-      q_BTNH, k_BSKH = self.query_norm(q_BTNH), self.key_norm(k_BSKH)
-    if at.cos_BTH is not None and at.sin_BTH is not None:
-      q_BTNH = self.policy.cast(rotated(q_BTNH, at.cos_BTH, at.sin_BTH))
-      k_BSKH = self.policy.cast(rotated(k_BSKH, at.cos_BTH, at.sin_BTH))
+    q_BTNH, k_BSKH, v_BSKH = self.projected(x_BTD, at)
     if self.query_factor != 1:
       q_BTNH = self.policy.cast(q_BTNH * self.query_factor)
     q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
@@ -282,6 +309,42 @@ class Attention(nnx.Module):
     if isinstance(at.slides, bool):
       return attend(window if at.slides else 0)(q_BTNH, k_BSKH, v_BSKH)
     return jax.lax.cond(at.slides, attend(window), attend(0), q_BTNH, k_BSKH, v_BSKH)
+
+
+class LatentAttention(Attention):
+  """Keys and values of all heads from a latent vector of each token (DeepSeek-AI 2024, MLA)."""
+
+  def __init__(self, rngs: nnx.Rngs, config: ModelConfig, residual_scale: float):
+    D, N, R = config.base_emb_dim, config.base_num_query_heads, config.kv_lora_rank
+    rank, bias = config.q_lora_rank, config.attention_qkv_bias
+    by_head, down = ("embed", "heads", "head_dim"), ("embed", None)
+    self.query_latent = Projection(rngs, (D,), (rank,), down, bias=bias) if rank else None
+    self.query_norm = Norm(config, (rank,), ("embed",)) if rank else None
+    queries = (N, query_dim(config)), by_head
+    self.query = None if rank else Projection(rngs, (D,), *queries, bias=False)
+    self.query_up = Projection(rngs, (rank,), *queries, bias=False) if rank else None
+    self.latent = Projection(rngs, (D,), (R,), down, bias=bias)
+    self.latent_norm = Norm(config, (R,), ("embed",))
+    self.common_key = Projection(rngs, (D,), (config.qk_rope_head_dim,), down, bias=bias)
+    made = config.qk_nope_head_dim + config.v_head_dim
+    self.key_value = Projection(rngs, (R,), (N, made), by_head, bias=False)
+    self.add_output(rngs, config, config.v_head_dim, residual_scale)
+
+  def projected(
+    self, x_BTD: jax.Array, at: AttentionContext
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values of N heads; the rotated part of a key is one for all."""
+    plain = [self.config.qk_nope_head_dim]
+    if self.query_latent is None:
+      q_BTNH = self.query(x_BTD)
+    else:
+      q_BTNH = self.query_up(self.query_norm(self.query_latent(x_BTD)))
+    q_BTNH, q_rotated = jnp.split(q_BTNH, plain, axis=-1)
+    k_BSNH, v_BSNH = jnp.split(self.key_value(self.latent_norm(self.latent(x_BTD))), plain, axis=-1)
+    k_rotated = self.positioned(self.common_key(x_BTD)[:, :, None], at)
+    k_rotated = jnp.broadcast_to(k_rotated, (*k_BSNH.shape[:-1], k_rotated.shape[-1]))
+    q_BTNH = jnp.concatenate([q_BTNH, self.positioned(q_rotated, at)], axis=-1)
+    return q_BTNH, jnp.concatenate([k_BSNH, k_rotated], axis=-1), v_BSNH
 
 
 def _norm(config: ModelConfig, num_heads: int, axis: str) -> Norm | None:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from maxbatch.config.heads import query_dim, value_dim
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
 from maxbatch.precision.policy import PLAIN, Policy
@@ -54,7 +55,7 @@ def dot_product_attention(
   sink_BKX = None if sink_BN is None else _by_query(sink_BN, K, T)
   rows = q_BKXH, k_BKSH, v_BKSH, jnp.tile(first_BT, (1, G)), sink_BKX
   out_BKXH = _attend(*rows, soft_cap, policy)
-  return out_BKXH.reshape(B, N, T, H).transpose(0, 2, 1, 3)
+  return out_BKXH.reshape(B, N, T, -1).transpose(0, 2, 1, 3)
 
 
 def _by_query(sink_BN: jax.Array, num_kv_heads: int, queries: int) -> jax.Array:
@@ -151,11 +152,12 @@ def empty_cache(
 ) -> Cache:
   """Allocates `places` tokens of each row: divided as attention is, rows over data and fsdp, heads
   over tensor."""
-  shape = (rows, config.base_num_kv_heads, places, config.head_dim)
+  dims = query_dim(config), value_dim(config)
+  shape = (rows, config.base_num_kv_heads, places)
 
   def zeros(*lead: int) -> KeysValues:
     axes = (*(None for _ in lead), *_AXES)
-    return KeysValues(*(constrain(jnp.zeros((*lead, *shape), dtype), axes) for _ in "kv"))
+    return KeysValues(*(constrain(jnp.zeros((*lead, *shape, dim), dtype), axes) for dim in dims))
 
   return zeros(num_layers) if config.scan_layers else tuple(zeros() for _ in range(num_layers))
 
@@ -213,7 +215,7 @@ class LayerCache:
     weights_BKGS = policy.rounded(exp_BKGS)
     mixed_BKGH = jnp.matmul(weights_BKGS, values_BKSH, preferred_element_type=jnp.float32)
     out_BKGH = mixed_BKGH / sum_BKG1
-    return policy.rounded(out_BKGH).reshape(B, 1, N, H)
+    return policy.rounded(out_BKGH).reshape(B, 1, N, -1)
 
   def _own(self) -> KeysValues:
     if self._layer is None:

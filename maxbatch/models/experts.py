@@ -47,7 +47,7 @@ from maxbatch.models.remat import named
 from maxbatch.precision.policy import PLAIN, Policy
 
 TOKENS = "moe/expert_tokens"
-"""The statistic int32[L, E]: a step's tokens of each expert of each layer."""
+"""The statistic int32[L, E]: a step's tokens of each expert of each layer that has experts."""
 LOAD = ("layers", "mlp", "router", "load")
 """The path of the routers' loads; the other buffers, float32[L, E] too, are their biases."""
 BALANCE, Z_LOSS, ENTROPY, NEAR_TIES = (
@@ -235,9 +235,10 @@ class Experts(nnx.Module):
     tokens_B = counts_BT.sum(1).astype(jnp.float32)
     tokens, rows = tokens_B.sum(), (tokens_B > 0).sum().astype(jnp.float32)
     tokens_E = of_rows["tokens"].sum(0)
-    by_layer_LE = jnp.zeros((c.base_num_decoder_layers, c.num_experts), jnp.int32)
+    dense = c.first_num_dense_layers
+    by_layer_LE = jnp.zeros((c.base_num_decoder_layers - dense, c.num_experts), jnp.int32)
     stats: dict[str, Stat] = {
-      TOKENS: Sum(by_layer_LE.at[layer].set(tokens_E)),
+      TOKENS: Sum(by_layer_LE.at[layer - dense].set(tokens_E)),
       ENTROPY: Ratio(of_rows["entropy"].sum(), tokens),
       NEAR_TIES: Sum(of_rows["near"].sum()),
     }
@@ -347,6 +348,12 @@ def validate_experts(config: ModelConfig) -> None:
       "num_experts_per_tok=1 with norm_topk_prob=true: the weight of a token's only expert is always 1, "
       "and the router learns nothing from the loss; for example norm_topk_prob=false, or "
       "num_experts_per_tok=2"
+    )
+  L, dense = config.base_num_decoder_layers, config.first_num_dense_layers
+  if dense >= L:
+    raise UserError(
+      f"first_num_dense_layers={dense} must be less than base_num_decoder_layers={L}, so that a layer has "
+      f"experts; for example first_num_dense_layers={L - 1}"
     )
   if G > 0:
     _validate_groups(E, K, G, config.topk_routing_group)

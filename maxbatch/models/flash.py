@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
+from maxbatch.config.heads import is_latent
 from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
@@ -88,6 +89,8 @@ def _cudnn_obstacle(
     return f"cuDNN's kernel needs compute capability 8.0, but the GPU has {capability}"
   if config.attn_logits_soft_cap:
     return f"cuDNN's kernel knows no attn_logits_soft_cap={config.attn_logits_soft_cap:g}"
+  if is_latent(config):
+    return "cuDNN's kernel takes keys as wide as values, and attention_type=mla has others"
   if config.attention_sink:
     return "cuDNN's kernel knows no attention_sink=true"
   if compute != BFLOAT16:

@@ -77,7 +77,7 @@ def _no_match(pattern: str, names: Collection[str]) -> str:
   )
 
 
-_DEFAULT_TARGETS = ("query", "value")
+_DEFAULT_TARGETS = ("query", "value", "query_up", "key_value")
 """Those of the paper, and peft's for Llama."""
 
 
@@ -101,7 +101,9 @@ def add_adapters(model: nnx.Module, config: ModelConfig, rngs: nnx.Rngs) -> None
     return
   modules = nnx.iter_modules(model)
   named = {str(path[-1]): one for path, one in modules if path and isinstance(one, Adaptable)}
-  targets = config.lora_targets or _DEFAULT_TARGETS
+  targets = config.lora_targets or [each for each in _DEFAULT_TARGETS if each in named]
+  if not targets:
+    raise UserError(_no_projection("query", sorted(named), config))
   for target in targets:
     if target not in named:
       raise UserError(_no_projection(target, sorted(named), config))

@@ -4,7 +4,6 @@ B rows, T tokens, D width of the residual stream, V vocabulary, L layers.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -12,19 +11,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxbatch.config.heads import is_latent, rotated_dim
 from maxbatch.config.schema import ModelConfig
-from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import constrain, over_rows
 from maxbatch.models.attention import (
   Attention,
   AttentionContext,
-  LayerContexts,
+  LatentAttention,
   attention_contexts,
   next_token_contexts,
 )
-from maxbatch.models.cache import Cache, Decode, KeysValues, LayerCache, empty_cache
+from maxbatch.models.cache import Cache, Decode, empty_cache
 from maxbatch.models.experts import Experts, validate_experts
 from maxbatch.models.layers import (
   FeedForward,
@@ -34,7 +33,6 @@ from maxbatch.models.layers import (
   fold,
   hidden_of,
   outputs_of,
-  over_layers,
   parameter,
   with_sums,
 )
@@ -48,7 +46,8 @@ from maxbatch.models.probes import (
   probe,
   probe_values,
 )
-from maxbatch.models.remat import named, remat_policy, validate_remat
+from maxbatch.models.remat import named, validate_remat
+from maxbatch.models.stacks import apply_layers, cached_layers, stacked_blocks
 from maxbatch.precision.policy import PLAIN, Policy
 
 _EMBEDDING_STD = 0.02
@@ -63,7 +62,8 @@ class Block(nnx.Module):
     # Two additions to the stream per layer: keeps its variance near one at any depth (GPT-2).
     residual_scale = 1.0 / math.sqrt(2 * config.base_num_decoder_layers)
     self.attention_norm = _norm(config, config.use_pre_norm)
-    self.attention = Attention(rngs, config, residual_scale)
+    attention = LatentAttention if is_latent(config) else Attention
+    self.attention = attention(rngs, config, residual_scale)
     self.post_attention_norm = _norm(config, config.use_post_attn_norm)
     self.mlp_norm = _norm(config, config.use_pre_norm)
     feed = Experts if config.num_experts > 1 else FeedForward
@@ -123,7 +123,11 @@ class Transformer(nnx.Module):
     learned = config.position_embedding == "learned"
     shape = (max_target_length if longest == -1 else longest, D)
     self.position_embedding = parameter(rngs, std, shape, ("length", "embed")) if learned else None
-    self.layers = _stacked_blocks(rngs, config, self.block)
+    dense = config.first_num_dense_layers
+    plain = dataclasses.replace(config, num_experts=1)
+    self.dense_layers = stacked_blocks(rngs, plain, self.block, dense) if dense else None
+    rest = config.base_num_decoder_layers - dense
+    self.layers = stacked_blocks(rngs, config, self.block, rest)
     self.final_norm = Norm(config, (D,), ("embed",))
     tied = config.logits_via_embedding
     self.head = None if tied else parameter(rngs, std, (D, V), ("embed", "vocab"))
@@ -151,7 +155,10 @@ class Transformer(nnx.Module):
     """Applies the layers bound here, of which the first is layer `first` of the model."""
     at = attention_contexts(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
     at = dataclasses.replace(at, counts_BT=rows.weights != 0)
-    return _apply_layers(self.layers, self.config, x_BTD, at, keys_B, first)
+    if self.dense_layers is not None:
+      x_BTD = hidden_of(apply_layers(self.dense_layers, self.config, x_BTD, at, keys_B, 0))
+      first = self.config.first_num_dense_layers
+    return apply_layers(self.layers, self.config, x_BTD, at, keys_B, first)
 
   def prefill(self, rows: Rows, places: int) -> tuple[jax.Array, Cache]:
     """Returns hidden states (B, T, D) as a call does, and a cache of so many places with these
@@ -161,13 +168,13 @@ class Transformer(nnx.Module):
     cache = empty_cache(
       self.config, self.policy.dtype, self.config.base_num_decoder_layers, B, places
     )
-    layers = _cached_layers(self.layers, self.config)
+    layers = self._cached_layers()
     x_BTD, cache = layers(self.embed(rows, None), at, cache, 0, is_new=True)
     return self.normalize(x_BTD), cache
 
   def decoder(self) -> Decode:
     """Returns a pass over one more token of each row, to be called in a loop over tokens."""
-    layers = _cached_layers(self.layers, self.config)
+    layers = self._cached_layers()
 
     def decode(
       tokens_B: jax.Array, cache: Cache, place: jax.Array, begins_B: jax.Array
@@ -180,6 +187,10 @@ class Transformer(nnx.Module):
       return self.normalize(x_B1D)[:, 0], cache
 
     return decode
+
+  def _cached_layers(self) -> Callable[..., tuple[jax.Array, Cache]]:
+    stacks = (self.dense_layers, self.layers)
+    return cached_layers([each for each in stacks if each is not None], self.config)
 
   def normalize(self, x_BTD: jax.Array) -> jax.Array:
     """Returns what the output matrix is applied to."""
@@ -226,102 +237,6 @@ class Transformer(nnx.Module):
     return self.tied_probe if self.head is None else probe_values(self.head_probe)
 
 
-def _stacked_blocks(
-  rngs: nnx.Rngs, config: ModelConfig, block: Callable[[nnx.Rngs, ModelConfig], Block]
-) -> Block:
-  """Returns all layers as one block whose parameters have a leading dim L."""
-
-  @nnx.split_rngs(splits=config.base_num_decoder_layers)
-  @nnx.vmap(axis_size=config.base_num_decoder_layers)
-  def create(rngs: nnx.Rngs) -> Block:
-    return block(rngs, config)
-
-  return create(rngs)
-
-
-def _apply_layers(
-  stacked: Block,
-  config: ModelConfig,
-  x_BTD: jax.Array,
-  at: LayerContexts,
-  keys_B: jax.Array | None,
-  first: jax.Array | int,
-) -> jax.Array | Outputs:
-  """Applies stacked layers one after the other: one compiled body in a scan, or each layer compiled
-  on its own."""
-  graph, parameters = nnx.split(stacked)
-
-  def layer(
-    x_BTD: jax.Array, item: tuple[nnx.State, jax.Array | int]
-  ) -> tuple[jax.Array, tuple[Terms, Stats]]:
-    parameters, index = item
-    block = nnx.merge(graph, parameters)
-    x_BTD, terms, stats = outputs_of(block(x_BTD, at.of(index), fold(keys_B, index)))
-    return x_BTD, (terms, stats)
-
-  policy = remat_policy(config)
-  if policy is not None:
-    checkpoint = functools.partial(jax.checkpoint, policy=policy)
-    layer = checkpoint(layer, prevent_cse=not config.scan_layers)
-  L = jax.tree.leaves(parameters)[0].shape[0]
-  if config.scan_layers:
-    x_BTD, stacked_sums = jax.lax.scan(layer, x_BTD, (parameters, first + jnp.arange(L)))
-    return with_sums(x_BTD, *over_layers(stacked_sums))
-  sums = []
-  for index, one in enumerate(_unstack(parameters, L)):
-    x_BTD, of_layer = layer(x_BTD, (one, first + index))
-    sums.append(of_layer)
-  return with_sums(x_BTD, *over_layers(jax.tree.map(lambda *x: jnp.stack(x), *sums)))
-
-
-def _cached_layers(stacked: Block, config: ModelConfig) -> Callable[..., tuple[jax.Array, Cache]]:
-  """Returns `_apply_layers` without dropout, each layer with its part of a cache.
-
-  Layers that are not scanned are taken apart here, once for all tokens that are then written.
-  """
-  graph, parameters = nnx.split(stacked)
-  L = config.base_num_decoder_layers
-  each = [] if config.scan_layers else _unstack(parameters, L)
-
-  def apply(
-    x_BTD: jax.Array, parameters: nnx.State, at: AttentionContext, own: LayerCache
-  ) -> tuple[jax.Array, KeysValues]:
-    x_BTD = hidden_of(nnx.merge(graph, parameters)(x_BTD, at._replace(cache=own), None))
-    return x_BTD, own.kept
-
-  def apply_all(
-    x_BTD: jax.Array, at: LayerContexts, cache: Cache, place: jax.Array | int, *, is_new: bool
-  ) -> tuple[jax.Array, Cache]:
-    if isinstance(cache, KeysValues):
-      # Carried along as a whole, of which each layer writes only what is new.
-      def layer(
-        carried: tuple[jax.Array, KeysValues], item: tuple[nnx.State, jax.Array]
-      ) -> tuple[tuple[jax.Array, KeysValues], None]:
-        (x_BTD, kept), (parameters, index) = carried, item
-        own = LayerCache(kept, place, is_new=is_new, layer=index)
-        return apply(x_BTD, parameters, at.of(index), own), None
-
-      return jax.lax.scan(layer, (x_BTD, cache), (parameters, jnp.arange(L)))[0]
-    kept = []
-    for index, (one, own) in enumerate(zip(each, cache, strict=True)):
-      own = LayerCache(own, place, is_new=is_new)
-      x_BTD, now = apply(x_BTD, one, at.of(index), own)
-      kept.append(now)
-    return x_BTD, tuple(kept)
-
-  return apply_all
-
-
-def _unstack(parameters: nnx.State, length: int) -> list[nnx.State]:
-  """Splits stacked parameters by layer; unlike indexing, with one concatenation as its gradient."""
-  leaves, structure = jax.tree.flatten(parameters)
-  pieces = [jax.lax.split(leaf, (1,) * length, axis=0) for leaf in leaves]
-  return [
-    jax.tree.unflatten(structure, [piece[index].squeeze(0) for piece in pieces])
-    for index in range(length)
-  ]
-
-
 def validate(config: ModelConfig, max_target_length: int) -> None:
   """Checks the sizes that depend on each other.
 
@@ -335,10 +250,20 @@ def validate(config: ModelConfig, max_target_length: int) -> None:
       f"base_num_query_heads={N} must be a multiple of base_num_kv_heads={K}; "
       f"for example base_num_kv_heads={working}"
     )
-  if config.position_embedding == "rope" and config.head_dim % 2:
+  name = "qk_rope_head_dim" if is_latent(config) else "head_dim"
+  if config.position_embedding == "rope" and rotated_dim(config) % 2:
     raise UserError(
-      f"head_dim={config.head_dim} must be even with position_embedding=rope, which rotates pairs; "
-      f"for example head_dim={config.head_dim + 1}"
+      f"{name}={rotated_dim(config)} must be even with position_embedding=rope, which rotates pairs; "
+      f"for example {name}={rotated_dim(config) + 1}"
+    )
+  if is_latent(config) and N != K:
+    raise UserError(
+      f"base_num_kv_heads={K} must be base_num_query_heads={N} with attention_type=mla, which makes keys "
+      f"and values for each head; set base_num_kv_heads={N}"
+    )
+  if is_latent(config) and config.use_qk_norm:
+    raise UserError(
+      "use_qk_norm=true: attention_type=mla normalizes the latent vectors instead; set use_qk_norm=false"
     )
   _validate_positions(config, max_target_length)
   validate_experts(config)

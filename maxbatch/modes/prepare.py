@@ -22,6 +22,7 @@ from maxbatch.compile import cache
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.compile.step_file import check_saves
+from maxbatch.config.heads import attention_width
 from maxbatch.config.keys.model import hidden_width
 from maxbatch.config.load import without_effect
 from maxbatch.config.schema import Config
@@ -328,7 +329,7 @@ def _offer(config: Config, plan: BatchPlan, total: int, capacity: float) -> str:
 def _check_batch(config: Config, plan: BatchPlan, free: float, capacity: float) -> None:
   """Checks the rows of a dispatch, and what one layer of one microbatch reads and writes."""
   model = config.model
-  widest = max(model.base_emb_dim, hidden_width(model), model.base_num_query_heads * model.head_dim)
+  widest = max(model.base_emb_dim, hidden_width(model), attention_width(model))
   width = widest * compute_format(config.precision).bytes / plan.topology.shape["tensor"]
   chunks = plan.topology.shape["stage"]
   sizes = [

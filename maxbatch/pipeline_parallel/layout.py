@@ -96,6 +96,13 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
   keys = config.pipeline
   schedule = schedule_named(keys.pipeline_schedule)
   stages = plan.topology.shape["stage"]
+  if config.model.first_num_dense_layers:
+    raise UserError(
+      f"first_num_dense_layers={config.model.first_num_dense_layers} with pipeline_schedule="
+      f"{keys.pipeline_schedule}: layers with and without experts have different parameters, and those "
+      "of a pipeline's stages are alike; for example pipeline_schedule=none ici_pipeline_parallelism=1, or "
+      "first_num_dense_layers=0"
+    )
   if stages == 1:
     raise _MisfitError(
       f"a pipeline has at least 2 stages, but {_stages_given(plan.topology)} is 1 on "

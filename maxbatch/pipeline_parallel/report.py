@@ -1,9 +1,11 @@
 """The report of the pipeline command: sizes, cost, alternatives and the timetable."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from maxbatch.command_line.screen import Table, section
+from maxbatch.config.heads import attention_matrices
 from maxbatch.config.keys.model import hidden_width
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.core.keys import counted
@@ -224,10 +226,10 @@ def _imbalance(model: ModelConfig, pipeline: Pipeline) -> str:
   )
 
 
-def _layer_weights(model: ModelConfig) -> int:
-  heads = 2 * model.base_num_query_heads + 2 * model.base_num_kv_heads
+def _layer_weights(model: ModelConfig) -> float:
+  attention = sum(math.prod(each) for each in attention_matrices(model))
   matrices = 2 if model.mlp_activation == "gelu" else 3
-  return model.base_emb_dim * (heads * model.head_dim + matrices * hidden_width(model))
+  return attention + model.base_emb_dim * matrices * hidden_width(model)
 
 
 def _mib(size: int) -> str:

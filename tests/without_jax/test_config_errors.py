@@ -19,7 +19,7 @@ def message(*arguments: str) -> str:
 STEPS = "must be a whole number, at least 1, or -1. A value that works:"
 FILES = "Give the path of a .yml file, or one that comes with maxbatch: base."
 MODELS = (
-  "Known: default, gemma2-2b, gemma2-9b, gemma3-1b, gemma3-4b, gpt-oss-120b, gpt-oss-20b, gpt2-small, "
+  "Known: deepseek2-16b, deepseek3-671b, default, gemma2-2b, gemma2-9b, gemma3-1b, gemma3-4b, gpt-oss-120b, gpt-oss-20b, gpt2-small, "
   "llama2-7b, llama3-8b, llama3.1-8b, llama3.2-1b, llama3.2-3b, mistral-7b, mixtral-8x7b, olmo2-1b, olmo2-7b, "
   "olmoe-1b-7b, qwen2.5-0.5b, qwen2.5-7b, qwen3-0.6b, qwen3-30b-a3b, qwen3-8b, smollm-135m, "
   "smollm-360m; or give the path of a .yml file, or of a folder with Hugging Face's config.json."

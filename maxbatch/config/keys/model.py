@@ -35,7 +35,9 @@ from maxbatch.config.keys.read_when import (
   LLAMA_ROPE,
   LONGER_ROPE,
   LOSS_SCALE,
+  MLA,
   NOT_GATED,
+  NOT_MLA,
   QK_NORM,
   ROPE,
   WINDOW,
@@ -64,8 +66,22 @@ class ModelConfig(Section, heading="the model"):
   """Number of attention (query) heads."""
   base_num_kv_heads: Positive = key(4, FIXED)
   """Number of key/value heads; fewer than base_num_query_heads: grouped-query attention."""
-  head_dim: Positive = key(32, FIXED)
+  attention_type: Literal["global", "mla"] = key("global", FIXED)
+  """Keys and values from the residual stream (global), or from a latent vector of each token (mla,
+  DeepSeek)."""
+  head_dim: Positive = key(32, FIXED, NOT_MLA)
   """Dimension of one attention head."""
+  q_lora_rank: NonNegative = key(0, FIXED, MLA)
+  """attention_type mla: numbers of the latent vector that queries are made of; 0: of the stream
+  itself."""
+  kv_lora_rank: Positive = key(512, FIXED, MLA)
+  """attention_type mla: numbers of the latent vector that keys and values are made of."""
+  qk_nope_head_dim: Positive = key(128, FIXED, MLA)
+  """attention_type mla: numbers of a query and a key without a position."""
+  qk_rope_head_dim: Positive = key(64, FIXED, MLA)
+  """attention_type mla: numbers of a query and a key with one; keys have them in common."""
+  v_head_dim: Positive = key(128, FIXED, MLA)
+  """attention_type mla: numbers of a value."""
   base_mlp_dim: Positive = key(512, FIXED)
   """Hidden dimension of the MLP."""
   mlp_activation: Literal["gelu", "swiglu", "geglu", "clamped_swiglu"] = key("swiglu", FIXED)
@@ -125,6 +141,10 @@ class ModelConfig(Section, heading="the model"):
   """rope_type yarn: round the first and the last frequency between those outwards; false: gpt-oss."""
   rope_attention_scaling: bool = key(False, FIXED, ROPE, YARN)
   """rope_type yarn: multiply queries and keys by 1 + 0.1·log(rope_factor) (gpt-oss)."""
+  mscale: NonNegativeFloat = key(1.0, FIXED, ROPE, YARN, MLA)
+  """Attention logits are multiplied by the square of 1 + 0.1·mscale·log(rope_factor) (DeepSeek)."""
+  rope_interleave: bool = key(False, FIXED, ROPE)
+  """Rotate pairs of neighbours (DeepSeek) instead of the halves of a head (Llama)."""
   attention_sink: bool = key(False, FIXED)
   """A trained logit for each head that takes a part of the attention weights and gives nothing
   (gpt-oss)."""
@@ -161,6 +181,8 @@ class ModelConfig(Section, heading="the model"):
   """Experts that a token is sent to; none is ever dropped."""
   base_moe_mlp_dim: PositiveOrUnset = key(-1, FIXED, EXPERTS)
   """Hidden dimension of an expert; -1: base_mlp_dim."""
+  first_num_dense_layers: Annotated[int, Range(low=0, high=9999)] = key(0, FIXED, EXPERTS)
+  """First layers that have an MLP of base_mlp_dim instead of experts (DeepSeek)."""
   shared_experts: Annotated[int, Range(low=0, high=4096)] = key(0, FIXED, EXPERTS)
   """Experts that see every token, in addition to the chosen ones (DeepSeek)."""
   routed_score_func: Literal["softmax", "sigmoid"] = key("softmax", FIXED, EXPERTS)
@@ -310,18 +332,28 @@ def expert_width(config: ModelConfig) -> int:
   return config.base_mlp_dim if config.base_moe_mlp_dim == -1 else config.base_moe_mlp_dim
 
 
-def hidden_width(config: ModelConfig) -> int:
-  """Returns the numbers of a token between the matrices of a feed-forward layer, those of all of its
-  experts."""
+def mixture_share(config: ModelConfig) -> float:
+  """Returns the part of the layers that have experts."""
   if config.num_experts == 1:
+    return 0
+  return 1 - config.first_num_dense_layers / config.base_num_decoder_layers
+
+
+def hidden_width(config: ModelConfig) -> float:
+  """Returns the numbers of a token between the matrices of a feed-forward layer, those of all of its
+  experts; where layers differ, on average."""
+  share = mixture_share(config)
+  if not share:
     return config.base_mlp_dim
-  return expert_width(config) * (config.num_experts_per_tok + config.shared_experts)
+  mixed = expert_width(config) * (config.num_experts_per_tok + config.shared_experts)
+  return mixed if share == 1 else share * mixed + (1 - share) * config.base_mlp_dim
 
 
-def idle_parameters(config: ModelConfig) -> int:
-  """Returns the parameters of a layer that a token does not meet: of experts that it is not sent to."""
+def idle_parameters(config: ModelConfig) -> float:
+  """Returns the parameters of a layer that a token does not meet: of experts that it is not sent to;
+  where layers differ, on average."""
   if config.num_experts == 1:
     return 0
   matrices = 2 if config.mlp_activation == "gelu" else 3
   idle = config.num_experts - config.num_experts_per_tok
-  return idle * matrices * config.base_emb_dim * expert_width(config)
+  return mixture_share(config) * idle * matrices * config.base_emb_dim * expert_width(config)

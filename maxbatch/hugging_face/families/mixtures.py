@@ -35,7 +35,7 @@ _ATTENTION = tuple(each for each in PROJECTIONS if ".mlp." not in each.name)
 _SAME = {name: key for name, key in SAME.items() if name != "intermediate_size"} | {
   "num_experts_per_tok": "num_experts_per_tok"
 }
-_HARMLESS = frozenset({"router_aux_loss_coef", "output_router_logits"})
+SHARED_HARMLESS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 """Of the training of the router, which keys of a run say."""
 
 
@@ -67,13 +67,19 @@ _WIDTH = Part(
   lambda theirs: {"base_mlp_dim": theirs["intermediate_size"]},
   lambda ours: {"intermediate_size": _width(ours)},
 )
-_OWN_WIDTH = Part(
-  lambda theirs: {
-    "base_mlp_dim": theirs["intermediate_size"],
-    "base_moe_mlp_dim": theirs["moe_intermediate_size"],
-  },
-  lambda ours: {"intermediate_size": ours["base_mlp_dim"], "moe_intermediate_size": _width(ours)},
-)
+
+
+def own_width() -> Part:
+  """Maps experts that have a width of their own beside that of a layer without."""
+  return Part(
+    lambda theirs: {
+      "base_mlp_dim": theirs["intermediate_size"],
+      "base_moe_mlp_dim": theirs["moe_intermediate_size"],
+    },
+    lambda ours: {"intermediate_size": ours["base_mlp_dim"], "moe_intermediate_size": _width(ours)},
+  )
+
+
 _BY_MLP = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 MIXTRAL = Family(
@@ -83,7 +89,7 @@ MIXTRAL = Family(
   choices=ACTIVATION,
   fixed={"attention_dropout": 0.0, "router_jitter_noise": 0.0},
   parts=(HEADS, ROPE, WINDOW, _LOCAL_NUMBER, _WIDTH),
-  harmless=_HARMLESS,
+  harmless=SHARED_HARMLESS,
   defaults={
     **{key: value for key, value in DEFAULTS.items() if key != "attention_bias"},
     **{"max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "rope_theta": 1e6},
@@ -102,7 +108,7 @@ OLMOE = Family(
   choices=ACTIVATION,
   fixed={"attention_dropout": 0.0, "clip_qkv": None},
   parts=(HEADS, ROPE, BIASES, _NUMBER, _WIDTH),
-  harmless=_HARMLESS,
+  harmless=SHARED_HARMLESS,
   defaults={
     **DEFAULTS,
     **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "intermediate_size": 2048},
@@ -122,9 +128,9 @@ QWEN3_MOE = Family(
     **{"attention_dropout": 0.0, "use_sliding_window": False},
     **{"decoder_sparse_step": 1, "mlp_only_layers": []},
   },
-  parts=(HEADS, ROPE, BIASES, _NUMBER, _OWN_WIDTH),
+  parts=(HEADS, ROPE, BIASES, _NUMBER, own_width()),
   # Without use_sliding_window there is no window.
-  harmless=_HARMLESS | {"sliding_window", "max_window_layers"},
+  harmless=SHARED_HARMLESS | {"sliding_window", "max_window_layers"},
   defaults={
     **DEFAULTS,
     **{"max_position_embeddings": 32768, "num_key_value_heads": 4, "norm_topk_prob": False},
@@ -148,7 +154,7 @@ GPT_OSS = Family(
   fixed={"attention_dropout": 0.0, "hidden_act": "silu"},
   parts=(HEADS, ROPE, BIASES, alternating(2), _LOCAL_NUMBER, _WIDTH),
   # The published files name some twice.
-  harmless=_HARMLESS | {"experts_per_token", "initial_context_length"},
+  harmless=SHARED_HARMLESS | {"experts_per_token", "initial_context_length"},
   defaults={
     **DEFAULTS,
     **{"max_position_embeddings": 131072, "num_key_value_heads": 8, "rope_theta": 150_000.0},
