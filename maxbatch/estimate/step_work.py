@@ -371,7 +371,7 @@ def _tile_bytes(work: StepWork, M: float, ways: int) -> float:
   return tiles * table * (2 * work.compute_bytes + 8)
 
 
-def _padded(width: int, chip: Chip) -> int:
+def _padded(width: float, chip: Chip) -> float:
   return -(-width // chip.matrix_unit) * chip.matrix_unit
 
 

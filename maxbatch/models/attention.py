@@ -335,16 +335,21 @@ class LatentAttention(Attention):
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries, keys and values of N heads; the rotated part of a key is one for all."""
     plain = [self.config.qk_nope_head_dim]
-    if self.query_latent is None:
-      q_BTNH = self.query(x_BTD)
-    else:
-      q_BTNH = self.query_up(self.query_norm(self.query_latent(x_BTD)))
+    q_BTNH = self._queries(x_BTD)
     q_BTNH, q_rotated = jnp.split(q_BTNH, plain, axis=-1)
     k_BSNH, v_BSNH = jnp.split(self.key_value(self.latent_norm(self.latent(x_BTD))), plain, axis=-1)
     k_rotated = self.positioned(self.common_key(x_BTD)[:, :, None], at)
     k_rotated = jnp.broadcast_to(k_rotated, (*k_BSNH.shape[:-1], k_rotated.shape[-1]))
     q_BTNH = jnp.concatenate([q_BTNH, self.positioned(q_rotated, at)], axis=-1)
     return q_BTNH, jnp.concatenate([k_BSNH, k_rotated], axis=-1), v_BSNH
+
+  def _queries(self, x_BTD: jax.Array) -> jax.Array:
+    if self.query is not None:
+      return self.query(x_BTD)
+    assert self.query_latent is not None
+    assert self.query_norm is not None
+    assert self.query_up is not None
+    return self.query_up(self.query_norm(self.query_latent(x_BTD)))
 
 
 def _norm(config: ModelConfig, num_heads: int, axis: str) -> Norm | None:

@@ -5,7 +5,7 @@ B rows, T tokens, D width of the residual stream, L layers.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def apply_layers(
     x_BTD: jax.Array, item: tuple[nnx.State, jax.Array | int]
   ) -> tuple[jax.Array, tuple[Terms, Stats]]:
     parameters, index = item
-    block = nnx.merge(graph, parameters)
+    block: Any = nnx.merge(graph, parameters)
     x_BTD, terms, stats = outputs_of(block(x_BTD, at.of(index), fold(keys_B, index)))
     return x_BTD, (terms, stats)
 
@@ -91,8 +91,8 @@ def cached_layers(
     at: AttentionContext,
     own: LayerCache,
   ) -> tuple[jax.Array, KeysValues]:
-    x_BTD = hidden_of(nnx.merge(graph, parameters)(x_BTD, at._replace(cache=own), None))
-    return x_BTD, own.kept
+    block: Any = nnx.merge(graph, parameters)
+    return hidden_of(block(x_BTD, at._replace(cache=own), None)), own.kept
 
   def apply_all(
     x_BTD: jax.Array, at: LayerContexts, cache: Cache, place: jax.Array | int, *, is_new: bool
@@ -120,7 +120,7 @@ def cached_layers(
     kept = []
     for index, (one, own) in enumerate(zip(each, cache, strict=True)):
       own = LayerCache(own, place, is_new=is_new)
-      x_BTD, now = apply(x_BTD, *one, at.of(index), own)
+      x_BTD, now = apply(x_BTD, one[0], one[1], at.of(index), own)
       kept.append(now)
     return x_BTD, tuple(kept)
 

@@ -226,10 +226,10 @@ def _imbalance(model: ModelConfig, pipeline: Pipeline) -> str:
   )
 
 
-def _layer_weights(model: ModelConfig) -> float:
+def _layer_weights(model: ModelConfig) -> int:
   attention = sum(math.prod(each) for each in attention_matrices(model))
   matrices = 2 if model.mlp_activation == "gelu" else 3
-  return attention + model.base_emb_dim * matrices * hidden_width(model)
+  return attention + round(model.base_emb_dim * matrices * hidden_width(model))
 
 
 def _mib(size: int) -> str:

@@ -70,23 +70,31 @@ def parameters(config: schema.Config) -> int:
   norm = width * (2 if model.normalization == "layernorm" else 1)
   norms = 2 * model.use_pre_norm + model.use_post_attn_norm + model.use_post_ffw_norm
   layer = width * qkv_width + heads * model.head_dim * width + norms * norm
+  if model.attention_type == "mla":
+    rank, latent, rotated = model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim
+    query = heads * (model.qk_nope_head_dim + rotated)
+    layer = norms * norm + (rank * (width + 1 + query) if rank else width * query)
+    layer += width * (latent + rotated) + latent
+    layer += latent * heads * (model.qk_nope_head_dim + model.v_head_dim)
+    layer += heads * model.v_head_dim * width
   layer += model.attention_qkv_bias * qkv_width + model.attention_out_bias * width
   of_mlp = width * model.base_mlp_dim * (2 if model.mlp_activation == "gelu" else 3)
+  dense = of_mlp + model.mlp_bias * (model.base_mlp_dim + width)
   if model.num_experts > 1:
     expert = model.base_mlp_dim if model.base_moe_mlp_dim == -1 else model.base_moe_mlp_dim
     each = 3 * width * expert + model.mlp_bias * (2 * expert + width)
-    of_mlp = model.num_experts * (
-      each + width + model.router_logit_bias
-    )  # With those of its router.
+    of_router = width + model.router_logit_bias + model.routed_bias
+    of_mlp = model.num_experts * (each + of_router) + model.shared_experts * each
   else:
-    of_mlp += model.mlp_bias * (model.base_mlp_dim + width)
-  layer += of_mlp + model.attention_sink * heads
+    of_mlp = dense
+  layer += model.attention_sink * heads
   normed_heads = heads + kv_heads if model.qk_norm_across_heads else 2
   layer += model.use_qk_norm * normed_heads * model.head_dim
   tables = model.vocab_size * width * (1 if model.logits_via_embedding else 2)
   if model.position_embedding == "learned":
     tables += model.max_position_embeddings * width
-  return tables + norm + layer * model.base_num_decoder_layers
+  layers, first = model.base_num_decoder_layers, model.first_num_dense_layers
+  return tables + norm + layers * layer + first * dense + (layers - first) * of_mlp
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)

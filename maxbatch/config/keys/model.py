@@ -355,5 +355,9 @@ def idle_parameters(config: ModelConfig) -> float:
   if config.num_experts == 1:
     return 0
   matrices = 2 if config.mlp_activation == "gelu" else 3
-  idle = config.num_experts - config.num_experts_per_tok
-  return mixture_share(config) * idle * matrices * config.base_emb_dim * expert_width(config)
+  others = config.num_experts - config.num_experts_per_tok
+  idle, share = (
+    others * matrices * config.base_emb_dim * expert_width(config),
+    mixture_share(config),
+  )
+  return idle if share == 1 else share * idle

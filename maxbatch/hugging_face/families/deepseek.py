@@ -40,7 +40,8 @@ _HEADS = Part(
 
 
 def _read_groups(theirs: ConfigJson) -> dict[str, Any]:
-  groups, kept = theirs["n_group"] or 1, theirs["topk_group"] or 1
+  given = ("n_group", "topk_group")
+  groups, kept = (1 if theirs[key] is None else theirs.integer(key) for key in given)
   return {"n_routing_groups": groups, "topk_routing_group": kept} if groups > 1 else {}
 
 
@@ -118,7 +119,7 @@ DEEPSEEK_V2 = Family(
   defaults={
     **_DEFAULTS,
     **{"first_k_dense_replace": 0, "n_routed_experts": 64, "n_shared_experts": 2},
-    **{"moe_intermediate_size": 1407, "topk_method": "greedy"},
+    **{"moe_intermediate_size": 1407, "topk_method": "greedy", "num_experts_per_tok": 6},
   },
   tensors=_TENSORS,
   not_parameters=NOT_PARAMETERS,
