@@ -174,9 +174,9 @@ another. CUDA, NCCL and the libraries need some of the rest."""
 
 
 _NETWORK_SHARE = 0.85
-"""Bus bandwidth of NCCL over 400 Gb/s InfiniBand by its tests: 330 to 390 of 400 GB/s a host of eight."""
+"""Assumed: no published test of NCCL that could be cited was found."""
 _LAUNCH = 2e-6
-"""A kernel within a CUDA graph: NVIDIA names 1 to 2 µs; assumed, not measured here."""
+"""Assumed for a kernel within a CUDA graph; neither cited nor measured."""
 
 
 CALIBRATION = pathlib.Path(__file__).with_name("gpu_calibration.json")

@@ -34,6 +34,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import one_process_at_a_time, sync_errors
 from maxbatch.hardware.devices import Device, Target, describe_devices
 from maxbatch.hardware.processes import is_first_process
+from maxbatch.hardware.topologies import slice_named
 from maxbatch.models.registry import parameter_counts
 from maxbatch.modes.initialization import Initialization, find_initialization, saving_frozen
 from maxbatch.modes.method import Method, Passed, Purpose, ResolvedRun
@@ -96,6 +97,9 @@ def purpose_of(config: Config, arguments: Sequence[str] = ()) -> Purpose:
     )
   instead = keys.validate_only or keys.compile_only
   if keys.compile_topology and not instead:
+    slice_named(
+      keys.compile_topology, keys.compile_topology_num_slices
+    )  # Refuses what is no slice.
     raise UserError(
       f"compile_topology={keys.compile_topology} names devices that are not here, on which nothing "
       "can run; compile for them with compile_only=true, or check with validate_only=true"
