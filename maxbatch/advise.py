@@ -145,7 +145,7 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
     _advise_run(arguments)
     return
   file = own.write or "advice.yml"
-  check_output("--write", file)
+  check_output("--write", file, _HEAD.encode())
   if own.plot:
     check_picture_file("--plot", own.plot, "advice")
   keys = [_whole(argument) for argument in arguments.configuration]

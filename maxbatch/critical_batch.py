@@ -33,6 +33,7 @@ from maxbatch.experiments.origin import (
   Checkpoint,
   read_checkpoint,
   record_origin,
+  removed_if_refused,
 )
 from maxbatch.experiments.plot import critical_batch_charts, title
 from maxbatch.experiments.report import CriticalBatchReport, Origin, plan_table
@@ -133,10 +134,10 @@ class Request:
 
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  return run_command(COMMAND, arguments, _measure)
+  return run_command(COMMAND, arguments, _run)
 
 
-def _measure(arguments: Arguments[BranchArguments]) -> None:
+def _run(arguments: Arguments[BranchArguments]) -> None:
   with refusing_together(arguments.configuration):
     measure(request_of(arguments))
 
@@ -173,6 +174,12 @@ def measure(request: Request) -> CriticalBatchReport | None:
     TrainingDivergedError: the smallest batch diverges.
   """
   experiment = _prepare(request)
+  with removed_if_refused(experiment.folder):
+    record_origin(experiment.folder, experiment.checkpoint)
+    return _measured(request, experiment)
+
+
+def _measured(request: Request, experiment: Experiment) -> CriticalBatchReport | None:
   _introduce(request, experiment)
   measured: list[Measured] = []
   for number, branch in enumerate(experiment.branching.branches, 1):
@@ -255,7 +262,6 @@ def _prepare(request: Request) -> Experiment:
     check_memory(largest.config, largest.plan, state, target.devices)
   except UserError as error:
     raise UserError(f"{error}\n(In the largest branch of factors={options.factors}.)") from error
-  record_origin(experiment.folder, checkpoint)
   config = dataclasses.replace(config, pipeline=largest.config.pipeline)
   return dataclasses.replace(experiment, config=config)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from maxbatch.batch.from_config import check_supervised, plan_batches
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
-from maxbatch.command_line.output_file import write_output
+from maxbatch.command_line.output_file import check_output, write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.screen import note
 from maxbatch.command_line.signals import leave
@@ -136,14 +136,16 @@ def _checked(file: str, pipeline: Pipeline) -> Timetable:
 
 def _write_files(report: PipelineReport, own: PipelineArguments) -> None:
   table, title = report.table, report.source
-  _write("--csv", own.csv, lambda: to_csv(table).encode())
-  _write("--plot", own.plot, lambda: picture(title, [timetable_chart(table, title)]))
-  _write("--trace", own.trace, lambda: chrome_trace(table, title).encode())
-
-
-def _write(option: str, file: str, content: Callable[[], bytes]) -> None:
-  if file:
-    write_output(option, file, content())
+  kinds: list[tuple[str, str, Callable[[], bytes]]] = [
+    ("--csv", own.csv, lambda: to_csv(table).encode()),
+    ("--plot", own.plot, lambda: picture(title, [timetable_chart(table, title)])),
+    ("--trace", own.trace, lambda: chrome_trace(table, title).encode()),
+  ]
+  files = [(option, file, content()) for option, file, content in kinds if file]
+  for each in files:
+    check_output(*each)
+  for each in files:
+    write_output(*each)
 
 
 if __name__ == "__main__":

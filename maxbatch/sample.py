@@ -50,6 +50,9 @@ from maxbatch.sampling.text import TextStream, choice_of, prompts_of, text_after
 _CHUNK = 8
 """Tokens between two looks at a text that a person reads."""
 
+_BEGINS = b'{"sample": 0, "prompt": '
+"""What is written begins so."""
+
 _AsRun = Range(low=0, limit=FLOAT32, also=-1)
 _RUN_SAYS = "; -1: decode_sampling_{} of the run"
 
@@ -198,7 +201,7 @@ def _check(own: SampleArguments, rest: Sequence[str]) -> None:
       "begin with; leave out the other"
     )
   if own.output:
-    check_output("--output", own.output)
+    check_output("--output", own.output, _BEGINS)
 
 
 def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:

@@ -151,8 +151,7 @@ def snapshot(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
   """Every file and folder, but caches, with size and time of the last change."""
   result: dict[str, tuple[int, int]] = {}
   for parent, folders, files in os.walk(folder):
-    # Branches begin as copies beside their run.
-    folders[:] = [name for name in folders if name != "cache" and "critical_batch" not in name]
+    folders[:] = [name for name in folders if name != "cache"]
     # A lock names the latest process that looked; a run's log may say that a start was refused.
     for name in [*folders, *(name for name in files if name != "lock")]:
       path = os.path.join(parent, name)

@@ -341,6 +341,7 @@ def test_a_saved_step_trains_to_the_same_bits(tmp_path, monkeypatch, capsys, how
   assert main(command(tmp_path / "other", **other)) == 2
   printed = capsys.readouterr().err
   assert "micro_batch_to_train: the file has 16, this run 32" in printed
+  assert not (tmp_path / "other").exists()
 
 
 # --- auto -----------------------------------------------------------------------------------------

@@ -202,6 +202,8 @@ def test_a_chat_is_asked_by_its_template(tmp_path):
   text = tokenizer.inner.decode(list(encode("Who?")), skip_special_tokens=False)
   assert text == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
   assert encode(messages) == encode("Who?")
+  # Prompts are no records: a Hugging Face folder says nothing of where these would come from.
+  assert PromptEncoder(keys(tmp_path, dataset_type="text"), tokenizer)("Who?") == encode("Who?")
   special = {token: tokenizer.inner.token_to_id(token) for token in SPECIAL}
   assert encode.ends([]) == [special[END], special["<|im_end|>"]]
   assert encode.ends(["<|im_start|>"])[-1] == special["<|im_start|>"]

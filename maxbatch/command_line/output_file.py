@@ -14,8 +14,11 @@ _MADE_BY = (b"maxbatch report", b"maxbatch picture")
 _NEAR_BYTES = 4096
 
 
-def check_output(option: str, file: str) -> None:
+def check_output(option: str, file: str, content: bytes) -> None:
   """Refuses what `write_output` could not write, before the work that it would hold.
+
+  Args:
+    content: what is to be written, or another of the kind.
 
   Raises:
     UserError: with a name that works.
@@ -33,6 +36,7 @@ def check_output(option: str, file: str) -> None:
       f"{option} {file}: cannot be written: {os.strerror(reason)}; for example {option} "
       f"new-{path.name}"
     )
+  _check_alike(option, file, content)
 
 
 def write_output(option: str, file: str, content: bytes) -> None:
@@ -43,16 +47,24 @@ def write_output(option: str, file: str, content: bytes) -> None:
   Raises:
     UserError: something else is there, or it cannot be written.
   """
-  path = user_path(file)
+  _check_alike(option, file, content)
   try:
-    if not file.startswith("/dev/") and path.exists() and not _is_alike(path, content):
-      raise UserError(
-        f"{option} {file}: the existing file was not written by this command and would be "
-        f"overwritten; name another file, for example {option} {path.with_name(f'new-{path.name}')}"
-      )
-    path.write_bytes(content)
+    user_path(file).write_bytes(content)
   except OSError as error:
     raise UserError(f"{option} {file}: cannot be written: {error.strerror or error}") from error
+
+
+def _check_alike(option: str, file: str, content: bytes) -> None:
+  path = user_path(file)
+  try:
+    if file.startswith("/dev/") or not path.exists() or _is_alike(path, content):
+      return
+  except OSError as error:
+    raise UserError(f"{option} {file}: cannot be written: {error.strerror or error}") from error
+  raise UserError(
+    f"{option} {file}: the existing file was not written by this command and would be overwritten; "
+    f"name another file, for example {option} {path.with_name(f'new-{path.name}')}"
+  )
 
 
 def _is_alike(path: pathlib.Path, content: bytes) -> bool:

@@ -122,6 +122,20 @@ def load(path: str, header: Mapping[str, object]) -> dict[int, jax.stages.Compil
     UserError: there is no such file, it is damaged, or it was made for another run; names what
       differs.
   """
+  return {size: _program(path, payload) for size, payload in _payloads(path, header).items()}
+
+
+def check_loads_step(config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource) -> None:
+  """Checks that the file compiled_step holds this run's steps; loads none of them.
+
+  Raises:
+    UserError: as `load`.
+  """
+  _payloads(config.compile.compiled_step, header(config, plan, trainer, source))
+
+
+def _payloads(path: str, header: Mapping[str, object]) -> dict[int, bytes]:
+  """Returns the programs of a file by microbatch, pickled. Raises UserError: as `load`."""
   with _reading(path) as opened:
     lines = differences(opened.made_from, json.loads(json.dumps(dict(header))))
     if lines:
@@ -130,8 +144,7 @@ def load(path: str, header: Mapping[str, object]) -> dict[int, jax.stages.Compil
         f"compiled_step={path} was compiled for another run:\n{listed}\nSet these back, or compile "
         f"for this run: leave out compiled_step, or replace it by save_compiled_step={path}"
       )
-    payloads = {entry["micro_batch"]: _read(opened, entry) for entry in opened.programs}
-  return {size: _program(path, payload) for size, payload in payloads.items()}
+    return {entry["micro_batch"]: _read(opened, entry) for entry in opened.programs}
 
 
 def made_from(path: str) -> dict[str, Any]:

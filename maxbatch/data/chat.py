@@ -1,7 +1,7 @@
 """Conversations as documents: the tokenizer's own chat template, and which tokens are the assistant's.
 
 A template is a program in Jinja that comes with a tokenizer; it runs in a sandbox and without a
-clock, so that the same records give the same tokens. What the assistant says is found in the text
+clock (chat_template.py), so that the same records give the same tokens. What the assistant says is found in the text
 that it renders: where the template marks it with {% generation %}, or else as what a message adds to
 what the messages before it render with the prompt for an answer. The whole text is then tokenized at
 once, and a token counts if all of it lies in what the assistant says.
@@ -19,6 +19,7 @@ import numpy as np
 
 from maxbatch.config.registry import library
 from maxbatch.config.schema import DataConfig
+from maxbatch.data.chat_template import ChatTemplate, TemplateFailedError, compiled_template
 from maxbatch.data.formats.format import Bad
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer, declared_tokens
@@ -29,37 +30,6 @@ _BEGIN, _END = "\U000f0000", "\U000f0001"
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _ANSWER = "an answer"
 _EXAMPLE = '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'
-
-
-_MOST_TURNS = 10**6
-"""Of a template's loops over ranges, for a conversation."""
-_FAILURES = (
-  ArithmeticError,
-  AttributeError,
-  LookupError,
-  MemoryError,
-  RecursionError,
-  TypeError,
-  ValueError,
-)
-"""Errors of programs, which templates are, beside Jinja's own."""
-
-
-class TemplateFailedError(Exception):
-  """The chat template refuses a conversation, or fails; the message says why."""
-
-
-class _Range:
-  """Jinja's range, of which a conversation gets no more than so many numbers."""
-
-  left = _MOST_TURNS
-
-  def __call__(self, *ends: int) -> range:
-    numbers = range(*ends)
-    self.left -= len(numbers)
-    if self.left < 0:
-      raise ValueError(f"its loops take more than {_MOST_TURNS:,} turns")
-    return numbers
 
 
 class Conversation(NamedTuple):
@@ -95,19 +65,13 @@ class Chat:
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
   @functools.cached_property
-  def _compiled(self) -> Any:
+  def _compiled(self) -> ChatTemplate:
     """The template. Raises jinja2's TemplateSyntaxError if it is none."""
-    sandbox = library("jinja2.sandbox", "use_chat_template=true")
-    # As chat templates are written for, of which transformers set the custom.
-    environment = sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["range"] = _Range()
     # As a call block, of which Jinja keeps the rules for white space and variables.
-    environment.globals["marked_generation"] = lambda caller: f"{_BEGIN}{caller()}{_END}"
-    return environment.from_string(_GENERATION.sub(_call, self.template))
+    return compiled_template(
+      _GENERATION.sub(_call, self.template),
+      marked_generation=lambda caller: f"{_BEGIN}{caller()}{_END}",
+    )
 
   @functools.cached_property
   def _inner(self) -> Any:
@@ -195,19 +159,14 @@ class Chat:
     self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
   ) -> str:
     """Returns the conversation's text. Raises TemplateFailedError: it refuses the conversation."""
-    template_error = library("jinja2", "use_chat_template=true").TemplateError
-    self._compiled.globals["range"].left = _MOST_TURNS
-    try:
-      return self._compiled.render(
-        messages=messages, add_generation_prompt=add_generation_prompt, **dict(self.tokens)
-      )
-    except (template_error, *_FAILURES) as error:
-      raise TemplateFailedError(str(error) or type(error).__name__) from error
+    return self._compiled.render(
+      messages=messages, add_generation_prompt=add_generation_prompt, **dict(self.tokens)
+    )
 
 
 def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
-  """Returns how conversations become tokens, if the keys ask for it. Raises UserError: keys that
-  need each other, or the tokenizer has no chat template that works."""
+  """Returns how records become tokens, if the keys ask for it. Raises UserError: keys that need each
+  other, or the tokenizer has no chat template that works."""
   if not data.use_chat_template:
     if data.sft_train_on_completion_only:
       raise UserError(
@@ -230,15 +189,21 @@ def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
         f"use_chat_template=true {key}=false: conversations are text, which has to be tokenized; "
         f"set {key}=true, or use_chat_template=false for records of token ids"
       )
-  if not isinstance(tokenizer, HuggingFaceTokenizer):
-    raise UserError(
-      f"use_chat_template=true: tokenizer_type={data.tokenizer_type} has no chat template; use "
-      "tokenizer_type=huggingface with the folder of a chat model's tokenizer as tokenizer_path"
-    )
   if data.dataset_type not in ("grain", "hf"):
     raise UserError(
       f"use_chat_template=true: dataset_type={data.dataset_type} has no records with messages; use "
       "dataset_type=grain grain_train_files='chats/*.jsonl' train_data_columns=[messages]"
+    )
+  return chat_of(data, tokenizer)
+
+
+def chat_of(data: DataConfig, tokenizer: Tokenizer) -> Chat:
+  """Returns how conversations become tokens, wherever they come from. Raises UserError: the tokenizer
+  has no chat template that works."""
+  if not isinstance(tokenizer, HuggingFaceTokenizer):
+    raise UserError(
+      f"use_chat_template=true: tokenizer_type={data.tokenizer_type} has no chat template; use "
+      "tokenizer_type=huggingface with the folder of a chat model's tokenizer as tokenizer_path"
     )
   tokens = declared_tokens(tokenizer.file)
   named = {"bos": data.bos_token, "eos": data.eos_token, "pad": data.pad_token}
@@ -324,13 +289,3 @@ def _marked(text: str) -> tuple[str, list[_Span]]:
 def _call(tag: re.Match[str]) -> str:
   """Returns {% generation %} or {% endgeneration %} as a tag that Jinja knows."""
   return f"{{%{tag[1]} {'endcall' if tag[2] else 'call marked_generation()'} {tag[3]}%}}"
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-  """Returns JSON as templates expect it: not escaped for HTML."""
-  return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> None:
-  """Refuses a conversation; templates call it."""
-  raise ValueError(message)

@@ -1,10 +1,12 @@
 """The checkpoint that branches start from: reading it, and forking it per branch."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -15,6 +17,9 @@ from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
+
+_TRAINED = "metrics.jsonl"
+"""Where the steps of a branch are recorded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +89,19 @@ def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
     return
   content = {"checkpoint": str(checkpoint.folder), "checksum": checkpoint.checksum}
   write_run_file(note, json.dumps(content, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def removed_if_refused(folder: pathlib.Path) -> Iterator[None]:
+  """Removes a folder that was made inside this context, if a UserError ends it before any training there."""
+  made = next((each for each in [*folder.parents][::-1] if not each.exists()), folder)
+  is_new = not folder.exists()
+  try:
+    yield
+  except UserError:
+    if is_new and not any(map(os.path.getsize, folder.rglob(_TRAINED))):
+      shutil.rmtree(made, ignore_errors=True)
+    raise
 
 
 def fork_checkpoint(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None:

@@ -21,7 +21,7 @@ from maxbatch.core.topology import Topology
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Measured, block_means
-from maxbatch.experiments.origin import Checkpoint, fork_checkpoint
+from maxbatch.experiments.origin import Checkpoint, fork_checkpoint, removed_if_refused
 from maxbatch.modes.run import run
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import read_metrics
@@ -161,10 +161,11 @@ def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
   if (done := _measured(experiment, branch)) is not None:
     print("Finished before.", flush=True)
     return done
-  fork_checkpoint(experiment.checkpoint, folder)
   try:
-    # The state is not kept: it may be large.
-    complete = run(config, advise=False)[1].step >= config.run.steps
+    with removed_if_refused(folder):
+      fork_checkpoint(experiment.checkpoint, folder)
+      # The state is not kept: it may be large.
+      complete = run(config, advise=False)[1].step >= config.run.steps
   except TrainingDivergedError as error:
     if branch == experiment.branching.branches[0]:
       raise

@@ -170,6 +170,7 @@ def join(config: Config) -> int:
     return 1
   keys = config.distributed
   stated = stated_processes(keys, os.environ)
+  _check_numbered(keys, stated)
   if not jax.distributed.is_initialized() and (stated.several or _may_be_a_pod(config)):
     # The handlers of signals stay Python's, which end a run in order.
     jax.config.update("jax_enable_preemption_service", False)
@@ -181,6 +182,21 @@ def join(config: Config) -> int:
     if not failure and jax.distributed.is_initialized():
       watch_others(keys.jax_distributed_heartbeat_timeout_seconds)
   return stated.num_processes or 1
+
+
+def _check_numbered(keys: DistributedConfig, stated: StatedProcesses) -> None:
+  """Refuses a process_id that would be read by nobody: the process would train alone, or as another.
+
+  Raises:
+    UserError: neither keys nor variables say how many processes there are, or where.
+  """
+  if keys.process_id >= 0 and stated.num_processes is None and stated.address is None:
+    raise UserError(
+      f"process_id={keys.process_id} needs num_processes and coordinator_address, and neither keys nor "
+      "variables give them, so this process would not be one of several; for example "
+      f"process_id={keys.process_id} num_processes={max(keys.process_id + 1, 2)} "
+      f"coordinator_address=HOST:{_PORT}, or process_id=-1"
+    )
 
 
 def check_joined(num_processes: int, num_simulated_devices: int) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import yaml
 
+from maxbatch.batch.from_config import follows_noise_scale
 from maxbatch.batch.host_loads import check_loads
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
 from maxbatch.checkpoints.record import identity, settings
 from maxbatch.command_line.screen import for_screen
-from maxbatch.compile.step_file import save_steps, step_compiler
+from maxbatch.compile.step_file import check_loads_step, made_from, save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.conversion.source import FROZEN
@@ -96,6 +97,7 @@ def run(
   with started(config), ending_together():
     prepared = prepare(config, connected_devices(config), method, Purpose.RUN, retune=retune)
     print(for_screen(prepared.description), flush=True)
+    _check_compiled_step(prepared)
     write_report, folder = prepared.config.run.write_report, prepared.resolved.folder
     with (
       _held_by_one_process(prepared.resolved),
@@ -112,6 +114,23 @@ def check_learned(state: TrainState, position: Position) -> None:
   """
   if said := nothing_learned(state.loss_scale, position.step):
     raise TrainingDivergedError(said)
+
+
+def _check_compiled_step(prepared: Prepared) -> None:
+  """Refuses a file compiled_step that is not this run's before the run's folder is there.
+
+  Where the run resumes, its steps are known only once a checkpoint is restored.
+
+  Raises:
+    UserError: the file cannot be read, or its steps are another run's.
+  """
+  resolved, config = prepared.resolved, prepared.config
+  if not config.compile.compiled_step:
+    return
+  if resolved.saved or resolved.begins.step or follows_noise_scale(config.batch):
+    made_from(config.compile.compiled_step)
+  else:
+    check_loads_step(config, prepared.plan, prepared.trainer, prepared.dataset.train)
 
 
 def _run_in_folder(

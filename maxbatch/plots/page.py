@@ -81,4 +81,4 @@ def check_picture_file(option: str, file: str, example: str) -> None:
       f"{option} {file}: a picture is a page to be opened in a browser, which zooms into it and "
       f"saves it as PNG; name a file that ends in {SUFFIX}; for example {option} {example}{SUFFIX}"
     )
-  check_output(option, file)
+  check_output(option, file, picture("", []))

@@ -10,7 +10,8 @@ from typing import Any
 from maxbatch.config.find import shown, user_path
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, DataConfig
-from maxbatch.data.chat import Chat, TemplateFailedError, build_chat
+from maxbatch.data.chat import Chat, chat_of
+from maxbatch.data.chat_template import TemplateFailedError
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer
@@ -39,7 +40,7 @@ class PromptEncoder:
     """Raises UserError for a chat template that cannot be used."""
     self._tokenizer, self._add_bos = tokenizer, data.add_bos
     self._tokenizer_path = data.tokenizer_path
-    self._chat = build_chat(data, tokenizer) if data.use_chat_template else None
+    self._chat = chat_of(data, tokenizer) if data.use_chat_template else None
 
   def ends(self, stop: Sequence[str]) -> list[int]:
     """Returns the ids that end a text: of the document, of an answer, and those of `stop`. Raises

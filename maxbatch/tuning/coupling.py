@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from maxbatch.batch.from_config import plan_batches
+from maxbatch.config.registry import registered
 from maxbatch.config.schema import BatchConfig, Config, ModelConfig
 from maxbatch.core.check_split import check_split
 from maxbatch.core.keys import counted, text
@@ -54,6 +55,8 @@ def resolve_accumulation(
   splits = _splits(config, plan, topology)
   if config.model.decoder_block in SHIPPED or not (chooses or splits):
     return config
+  # An unknown name is refused here as where the run builds its model.
+  registered("decoder_block", config.model.decoder_block, MODELS, config.model.plugins)
   try:
     cause = coupling(config.model, config.batch.max_target_length, packing=config.data.segmented)
   except UserError as error:
