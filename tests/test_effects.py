@@ -320,6 +320,10 @@ EFFECTS = [
   (planned, "num_generations=4 batch_size=8 accumulation=streamed num_prompts=9 rl_task=format steps=10",
    "num_iterations=2 max_prefill_predict_length=9 rollout_staleness=1 num_prompts=10 rollout_devices=4 "
    "leftover_prompts=drop grpo_beta=0.1"),
+  (planned, "num_generations=4 batch_size=8 accumulation=streamed rl_task=format rollout_devices=4",
+   "rollout_fsdp_parallelism=2 rollout_tensor_parallelism=2"),
+  (planned, "num_generations=4 batch_size=8 accumulation=streamed rl_task=format rollout_devices=4 "
+   "rollout_tensor_parallelism=-1 rollout_data_parallelism=1", "rollout_data_parallelism=2"),
   (loss, "num_generations=4",
    "loss_type=grpo grpo_beta=0.1 grpo_epsilon=0.1 grpo_epsilon_high=0.3 importance_sampling_cap=3"),
   (traced, f"{SMALL} position_embedding=rope", "rope_max_timescale=99 rope_linear_scaling_factor=2"),

@@ -120,8 +120,13 @@ def test_a_start_plans_its_batches_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("begun")
-@pytest.mark.parametrize("devices", [0, 4])
-def test_step_and_sampler_are_compiled_as_a_run_has_them(tmp_path, monkeypatch, capsys, devices):
+@pytest.mark.parametrize(
+  ("devices", "divided"),
+  [(0, []), (4, ["rollout_fsdp_parallelism=2", "rollout_tensor_parallelism=2"])],
+)
+def test_step_and_sampler_are_compiled_as_a_run_has_them(
+  tmp_path, monkeypatch, capsys, devices, divided
+):
   monkeypatch.setattr(measured_time, "SECONDS", 0.05)
   programs: list[RolloutProgram] = []
 
@@ -131,6 +136,9 @@ def test_step_and_sampler_are_compiled_as_a_run_has_them(tmp_path, monkeypatch, 
 
   monkeypatch.setattr(rollout_reports, "compile_rollout", kept)
   keys = [f"rollout_devices={devices}", f"base_output_directory={tmp_path}", "micro_batch_size=8"]
+  expected = sampled(of(*keys))
+  assert len(np.unique(expected)) > 8
+  keys += divided
   assert train_rl.main([*KEYS, *keys, "compile_only=true"]) == 0
   out = capsys.readouterr().out
   [result] = json.loads((tmp_path / "first_run" / "compile_report.json").read_text())
@@ -143,15 +151,34 @@ def test_step_and_sampler_are_compiled_as_a_run_has_them(tmp_path, monkeypatch, 
   assert rollout["step_seconds"] == pytest.approx(both)
   held = rollout["memory_bytes_per_device"]
   # Keys and values of 16 places in 2 heads of 8, and texts beside them.
-  assert held["keys_values_and_texts"] > 2 * 16 * 2 * 8 * 4 * (8 // (devices or 8))
-  assert held["snapshots"] == 11_056 * 4
-  expected, seen = sampled(of(*keys)), []
+  shares = 4 if divided else 8
+  assert held["keys_values_and_texts"] > 2 * 16 * 2 * 8 * 4 * 8 // shares
+  whole = 11_056 * 4
+  # All but the scales of normalization and the like is divided.
+  assert held["snapshots"] == whole if not divided else 1 < held["snapshots"] / (whole / 4) < 1.1
+  if divided:
+    assert "goes from training's data 4 to rollout's fsdp 2 × tensor 2 in 4 parts" in out
+    transfer = rollout["transfer"]
+    assert transfer["parts"] == 4
+    assert transfer["bytes_per_rollout_device"] == held["snapshots"]
+    in_flight = transfer["bytes_in_flight_per_training_device"]
+    assert held["snapshots"] <= in_flight < whole / 2
+  seen: list[Any] = []
   for name, own in (("prefill", programs[0].prefill), ("write", programs[0].write)):
     # What is compiled refuses arrays of other shapes, and on other devices.
     function = functools.partial(lambda own, _, *given: (seen.append(own), own(*given))[1], own)
     monkeypatch.setattr(f"maxbatch.sampling.sampler._{name}", function)
   assert np.array_equal(sampled(of(*keys)), expected)
   assert seen == [programs[0].prefill, programs[0].write]
+
+
+@pytest.mark.usefixtures("begun")
+def test_a_divided_policy_takes_the_same_likeliest_tokens():
+  whole, divided = (
+    sampled(of("rollout_devices=4", *keys), greedy=True)
+    for keys in ([], ["rollout_tensor_parallelism=2"])
+  )
+  assert np.array_equal(whole, divided)
 
 
 @pytest.fixture
@@ -162,7 +189,7 @@ def begun(monkeypatch):
   )
 
 
-def sampled(config: Config) -> np.ndarray:
+def sampled(config: Config, *, greedy: bool = False) -> np.ndarray:
   """The tokens of a microbatch, of a policy where it is in a run."""
   target = find_devices(config)
   sizes = plan_rl(config, target.layout)
@@ -170,7 +197,7 @@ def sampled(config: Config) -> np.ndarray:
   place = RolloutPlace(sizes, target.rollout)
   where = jax.tree.map(lambda leaf: leaf.sharding, place.policy(trainer))
   params = jax.device_put(random_parameters(trainer.model), where)
-  sampler = completion_sampler(config, trainer.model, place.mesh(trainer))
+  sampler = completion_sampler(config, trainer.model, place.mesh(trainer), greedy=greedy)
   result = sampler(params, [Prompt(f"f{number}=", {}) for number in range(2)], "rollout", 0, 0)
   return result.rollout.completions_BN
 

@@ -290,6 +290,42 @@ def test_devices_that_only_sample_leave_the_others_to_train():
     training_devices(rl, 1)
 
 
+@pytest.mark.parametrize(
+  ("given", "said"),
+  [
+    (
+      {"rollout_tensor_parallelism": 3},
+      "the product of the axes, 3, must divide the 4 rollout devices",
+    ),
+    (
+      {"rollout_data_parallelism": 4, "rollout_fsdp_parallelism": 2},
+      "the product of the axes, 8, must equal the 4 rollout devices",
+    ),
+    (
+      {"rollout_fsdp_parallelism": -1},
+      "rollout_data_parallelism=-1, rollout_fsdp_parallelism=-1, rollout_tensor_parallelism=1: only one",
+    ),
+  ],
+)
+def test_the_axes_of_rollout_devices_multiply_to_them(given, said):
+  keys = {"batch_size": 8, "num_generations": 4, "rollout_devices": 4, **given}
+  text = message(devices(), **keys)
+  assert said in text
+  assert apply_offers(text, devices(), keys)
+
+
+def test_devices_that_share_a_policy_share_its_completions():
+  """Along tensor; along fsdp each has its own, and data copies the policy."""
+  keys: dict[str, Any] = {"batch_size": 6, "num_generations": 4, "micro_batch_size": 24}
+  keys |= {"rollout_devices": 8}
+  plan = plan_of(devices(2), rollout_tensor_parallelism=4, **keys)
+  assert plan.topology.rollout_groups == 2
+  assert "= 24 / 2 groups of rollout devices (data 2 × tensor 4)" in str(plan)
+  assert plan_of(devices(2), rollout_tensor_parallelism=8, **keys).topology.rollout_groups == 1
+  keys["rollout_fsdp_parallelism"] = 8
+  assert plan_of(devices(2), **keys).topology.rollout_groups == 8
+
+
 PRINTED = """\
 Reinforcement learning
   num_devices           8 devices     = training 6 + rollout 2

@@ -188,10 +188,12 @@ def test_two_processes_train_as_one_and_a_killed_one_costs_nothing(whole, prompt
 
 
 def test_devices_that_only_sample_are_those_of_all_processes(whole, prompts, tmp_path):
-  """The last two of each; those that train divide the parameters over both processes."""
+  """The last two of each; both those that train and those that sample divide the parameters over both
+  processes."""
   parameters, expected = whole("apart")
   own = [*keys("apart", prompts), f"base_output_directory={tmp_path}", "run_name=run"]
   own += ["ici_data_parallelism=1", "ici_fsdp_parallelism=4"]
+  own += ["rollout_fsdp_parallelism=2", "rollout_tensor_parallelism=2"]
   folders = dict.fromkeys(range(2), REPOSITORY / "tests")  # where the rewards' module is
   ended = wait(start(2, [*KEYS, *own], command=TRAIN_RL, folders=folders))
   assert [each.exit_code for each in ended] == [0, 0], ended

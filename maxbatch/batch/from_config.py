@@ -79,6 +79,23 @@ def training_devices(
   )
 
 
+def rollout_topology(config: RLConfig) -> Topology | None:
+  """Returns the mesh of the devices that only sample; None: there are none.
+
+  Raises:
+    UserError: the product of its axes is not rollout_devices.
+  """
+  if not config.rollout_devices:
+    return None
+  given = {
+    "rollout_data_parallelism": config.rollout_data_parallelism,
+    "rollout_fsdp_parallelism": config.rollout_fsdp_parallelism,
+    "rollout_tensor_parallelism": config.rollout_tensor_parallelism,
+  }
+  sizes = fill(given, config.rollout_devices, "rollout devices")
+  return Topology.of(**dict(zip(("data", "fsdp", "tensor"), sizes.values(), strict=True)))
+
+
 _DEFAULT_MAX_GROWTH = 16
 """batch_schedule=gns grows the batch up to this multiple of the first, unless configured."""
 

@@ -7,7 +7,7 @@ sample: what trains on the completions reads its sizes from the BatchPlan in her
 import dataclasses
 from fractions import Fraction
 
-from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.from_config import plan_batches, rollout_topology
 from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
 from maxbatch.batch.rl_sizes import RLTopology, given_completions, micro_batch_sizes, solve_rl
 from maxbatch.batch.rollout_order import saved_policies
@@ -177,6 +177,7 @@ class RLPlan:
       "dropped_prompts": self.dropped_prompts(self.num_batches),
       "training_devices": self.topology.training.num_devices,
       "rollout_devices": self.topology.rollout_devices,
+      "rollout_mesh": self.topology.rollout.shape if self.topology.rollout else None,
       "rollout_staleness": self.staleness,
       "waiting_microbatches": self.waiting_microbatches,
       "max_prompt_length": self.max_prompt_length,
@@ -195,7 +196,7 @@ class RLPlan:
     unit, iterations = "completions", self.num_iterations
     training, rollout = self.topology.training.num_devices, self.topology.rollout_devices
     groups, generations = self.topology.rollout_groups, f"num_generations {self.num_generations:,}"
-    of = f"{groups:,} rollout devices" if rollout else f"{groups:,} data-parallel groups"
+    of = self.topology.rollout_words if rollout else f"{groups:,} data-parallel groups"
     more = f" + rollout {rollout:,}" if rollout else ", which sample too"
     lengths = (
       f"max_target_length {self.batch_plan.max_target_length:,} − prompt {self.max_prompt_length:,}"
@@ -281,7 +282,7 @@ def plan_rl(config: Config, training: Topology) -> RLPlan:
     UserError: sizes contradict each other or do not divide; the message suggests sizes that work.
   """
   batch, rl = config.batch, config.rl
-  topology = RLTopology(training, rl.num_generations, rl.rollout_devices)
+  topology = RLTopology(training, rl.num_generations, rollout_topology(rl))
   _check_constant(batch)
   given = given_completions(batch, topology)
   sizes = solve_rl(given, topology)

@@ -49,13 +49,28 @@ class RLTopology:
 
   training: Topology
   num_generations: int
-  rollout_devices: int = 0
-  """Devices that only sample; 0: those that train sample too."""
+  rollout: Topology | None = None
+  """Of the devices that only sample; None: those that train sample too."""
+
+  @property
+  def rollout_devices(self) -> int:
+    """Devices that only sample."""
+    return self.rollout.num_devices if self.rollout else 0
 
   @property
   def rollout_groups(self) -> int:
     """Groups of devices that sample completions of their own."""
-    return self.rollout_devices or self.training.num_batch_groups
+    return (self.rollout or self.training).num_batch_groups
+
+  @property
+  def rollout_words(self) -> str:
+    """Names these groups, where other devices sample than train."""
+    assert self.rollout
+    if self.rollout_groups == self.rollout_devices:
+      return counted(self.rollout_devices, "rollout device")
+    return (
+      f"{counted(self.rollout_groups, 'group')} of rollout devices ({axes_words(self.rollout)})"
+    )
 
   @property
   def unit(self) -> int:
@@ -69,12 +84,17 @@ class RLTopology:
 
   def __str__(self) -> str:
     """Says what the unit is made of."""
-    rollout = f" and the {counted(self.rollout_devices, 'rollout device')}"
+    rollout = f" and the {self.rollout_words}" if self.rollout else ""
     return (
       f"{counted(self.unit, 'completion')} (whole groups of num_generations={self.num_generations}, and "
       f"as many for each of {describe_groups(self.training)}"
-      f"{rollout if self.rollout_devices else ''})"
+      f"{rollout})"
     )
+
+
+def axes_words(mesh: Topology) -> str:
+  """Returns the axes of a mesh that divide anything, as `data 2 × tensor 4`."""
+  return " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "1 device"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,12 +85,6 @@ def _as_they_come(topology: Topology, devices: Sequence[Device]) -> np.ndarray:
   return interleaved.reshape(tuple(topology.shape.values()))
 
 
-def rollout_mesh(devices: Sequence[Device]) -> Mesh:
-  """Makes the mesh of devices that only sample: each has whole parameters, and completions of its
-  own."""
-  return make_mesh(Topology.of(data=len(devices)), devices)
-
-
 def num_processes(mesh: Mesh) -> int:
   """Returns how many processes the devices belong to."""
   return len({device.process_index for device in mesh.devices.flat})

@@ -25,6 +25,7 @@ from typing import TextIO
 
 import jax
 
+from maxbatch.batch.from_config import rollout_topology
 from maxbatch.compile.step_identity import compiler_environment, library_versions
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
@@ -35,7 +36,7 @@ from maxbatch.hardware.agreement import check_alike, gather, shared_error
 from maxbatch.hardware.coordinator import connect, connect_processes
 from maxbatch.hardware.devices import Target, find_devices, idle_accelerators, start_devices
 from maxbatch.hardware.ending import ending_together
-from maxbatch.hardware.sharding import make_mesh, rollout_mesh
+from maxbatch.hardware.sharding import make_mesh
 from maxbatch.run_folder.paths import RunFolder
 
 
@@ -158,7 +159,8 @@ def connected_devices(config: Config) -> Target:
   target = find_devices(config)
   if not config.compile.compile_topology:
     meshes = [make_mesh(target.layout, target.devices)]
-    meshes += [rollout_mesh(target.rollout)] if target.rollout else []
+    rollout = rollout_topology(config.rl)
+    meshes += [make_mesh(rollout, target.rollout)] if rollout else []
     with ending_together(alone=True):
       for mesh in meshes:
         connect(mesh, config.distributed.jax_distributed_initialization_timeout)

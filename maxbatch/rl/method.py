@@ -31,7 +31,7 @@ from maxbatch.rl.completions import Completions
 from maxbatch.rl.demonstrations import warm_start, warms_up
 from maxbatch.rl.evaluation import Evaluation, Example
 from maxbatch.rl.microbatches import MicrobatchMaker
-from maxbatch.rl.policies import EarlierPolicies, Move, Policies, log_prob_program, mover
+from maxbatch.rl.policies import EarlierPolicies, Move, Mover, Policies, log_prob_program
 from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.rl.prompt_noise import PromptNoiseMeter, in_halves
 from maxbatch.rl.prompt_set import PromptSet, prompt_set
@@ -141,7 +141,7 @@ class PolicyTraining:
     """Yields the job with rollouts as its loader and with the hooks that they need."""
     config, plan, trainer, place = self.config, self.plan, job.trainer, self.place
     mesh, feed_watchdog = place.mesh(trainer), job.outputs.feed_watchdog
-    move = mover(trainer.mesh, mesh) if self.rollout else None
+    move = Mover(trainer.mesh, place.policy(trainer)) if self.rollout else None
     sampler = completion_sampler(config, trainer.model, mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
     loss, records = self.loss, StepRecords(plan, config, feed_watchdog)

@@ -1,11 +1,15 @@
 """The parameters that sample: copies, since training uses up its arrays; what they say of completions."""
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from maxbatch.batch.rl_plan import RLPlan
@@ -100,20 +104,76 @@ class Policies:
         del kept[old]
 
 
-def mover(training: Mesh, sampling: Mesh) -> Move:
-  """Copies parameters from one mesh to each device of another, without waiting for them.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mover:
+  """Copies parameters from one mesh to the devices of another, part by part.
 
-  Every process copies to its own devices, and has some of both meshes.
+  A part is what one device of the other mesh holds. Each is made whole on all devices that train, of
+  which every process has some, and from these every process copies it to its own devices: no
+  device that trains ever holds more than a part besides. A policy that is not divided is one part,
+  for which nobody waits.
   """
-  # Made whole first: from parts that lie otherwise jax copies by way of the host, and waits.
-  whole = jax.jit(_copied, out_shardings=replicated(training))
-  place = replicated(sampling)
 
-  def moved(x: jax.Array) -> jax.Array:
-    parts = [jax.device_put(x.addressable_data(0), each) for each in place.addressable_devices]
-    return jax.make_array_from_single_device_arrays(x.shape, place, parts)
+  training: Mesh
+  sampling: Parameters
+  """Shapes and shardings where they sample."""
 
-  return lambda parameters: jax.tree.map(moved, whole(parameters))
+  @functools.cached_property
+  def parts(self) -> np.ndarray:
+    """The devices that sample, (copies, parts)."""
+    mesh = jax.tree.leaves(self.sampling)[0].sharding.mesh
+    return mesh.devices.reshape(mesh.shape["data"], -1)  # data is the outermost axis.
+
+  @property
+  def num_parts(self) -> int:
+    """Devices that share a copy."""
+    return self.parts.shape[1]
+
+  @functools.cached_property
+  def program(self) -> Any:
+    """Compiled by jax: from parameters and the number of a part to that part, on every device that trains."""
+    # Made whole first: from parts that lie otherwise jax copies by way of the host, and waits.
+    return jax.jit(self._part, static_argnums=1, out_shardings=replicated(self.training))
+
+  def __call__(self, parameters: Parameters) -> Parameters:
+    """Returns a copy of all parameters, or of some of them."""
+    pieces: list[Parameters] = []
+    for number in range(self.num_parts):
+      sent = self.program(parameters, number)
+      pieces.append(jax.tree.map(functools.partial(_on_each, self._own_devices(number)), sent))
+      if self.num_parts > 1:
+        jax.block_until_ready((sent, pieces[-1]))
+    return jax.tree.map(_assembled, self._of(parameters), *pieces)
+
+  def _own_devices(self, number: int) -> Sequence[Any]:
+    """Returns this process's devices with a part."""
+    return [one for one in self.parts[:, number] if one.process_index == jax.process_index()]
+
+  def _of(self, parameters: Parameters) -> Parameters:
+    """Returns shapes and shardings of these parameters where they sample."""
+    known = flatten_dict(self.sampling)
+    return unflatten_dict({path: known[path] for path in flatten_dict(parameters)})
+
+  def _part(self, parameters: Parameters, number: int) -> Parameters:
+    device = self.parts[0, number]
+
+    def cut(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+      assert wanted.sharding is not None
+      # Not the identity, whose results would be the given arrays.
+      return jnp.copy(x[wanted.sharding.devices_indices_map(x.shape)[device]])
+
+    return jax.tree.map(cut, parameters, self._of(parameters))
+
+
+def _on_each(devices: Sequence[Any], x: jax.Array) -> list[jax.Array]:
+  """Copies an array that this process's devices have to each of others."""
+  return [jax.device_put(x.addressable_data(0), device) for device in devices]
+
+
+def _assembled(wanted: jax.ShapeDtypeStruct, *pieces: list[jax.Array]) -> jax.Array:
+  """Returns the array of all pieces, which lie where `wanted` says."""
+  own = [*itertools.chain(*pieces)]
+  return jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, own)
 
 
 @jax.jit

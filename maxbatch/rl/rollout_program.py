@@ -19,8 +19,9 @@ from maxbatch.estimate.costs import program_costs
 from maxbatch.estimate.step_time import connected, seconds_of
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
-from maxbatch.hardware.sharding import replicated, rollout_mesh
-from maxbatch.models.registry import Parameters
+from maxbatch.hardware.sharding import make_mesh
+from maxbatch.models.registry import Parameters, placed
+from maxbatch.rl.policies import Mover
 from maxbatch.rl.rollout_report import PolicyBytes, RolloutReport, RolloutTime
 from maxbatch.rl.sampled import rollout_sampler
 from maxbatch.sampling.sampler import Sampler, abstract_texts, traced_prefill, traced_write
@@ -39,17 +40,14 @@ class RolloutPlace:
 
   def mesh(self, trainer: Trainer) -> Mesh:
     """Returns the mesh over which the policy lies that samples."""
-    return rollout_mesh(self.devices) if self.devices else trainer.mesh
+    rollout = self.plan.topology.rollout
+    return make_mesh(rollout, self.devices) if rollout else trainer.mesh
 
   def policy(self, trainer: Trainer) -> Parameters:
     """Returns shapes, dtypes and shardings of the policy that samples."""
-    parameters = trainer.abstract.parameters
     if not self.devices:
-      return parameters
-    whole = replicated(self.mesh(trainer))
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), parameters
-    )
+      return trainer.abstract.parameters
+    return placed(trainer.model, self.mesh(trainer))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +116,19 @@ def compile_rollout(config: Config, trainer: Trainer, place: RolloutPlace) -> Ro
 def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
   assert leaf.sharding is not None
   return int(np.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize)
+
+
+def _bytes_in_flight(config: Config, trainer: Trainer, place: RolloutPlace) -> int:
+  """Returns the most that a device that trains holds of what trains on its way to the rollout devices."""
+  params = trainer.abstract.params
+  if not place.devices:
+    return 0
+  mover = Mover(trainer.mesh, place.policy(trainer))
+  if mover.num_parts == 1:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+  program, _ = compiled(mover.program.trace(params, 0), config.compile)
+  memory = memory_of(program, trainer.mesh.devices.flat[0].platform)
+  return max(0, memory.peak - memory.arguments)
 
 
 def measure_rollout(
@@ -190,7 +201,7 @@ def rollout_report(
     plan: the run's sizes.
     sampling: of the policy on a device that samples.
     training: the same on a device that trains.
-    in_flight: of all of what is trained, on its way to another device.
+    in_flight: of what is trained, on a device that trains, on its way to another.
     time: of a microbatch.
   """
   apart = plan.topology.rollout_devices > 0
@@ -229,7 +240,7 @@ class RolloutCompiler:
       place.plan,
       sampling=PolicyBytes(*map(held_bytes, parts)),
       training=PolicyBytes(held_bytes(state.params), held_bytes(state.frozen)),
-      in_flight=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params)),
+      in_flight=_bytes_in_flight(config, trainer, place),
       time=estimate_rollout(place.plan, program, chip, per_slice) if chip else None,
     )
 

@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from maxbatch.batch.rl_plan import RLPlan
+from maxbatch.batch.rl_sizes import axes_words
 from maxbatch.command_line.screen import figure, section
-from maxbatch.compile.program import ProgramMemory
+from maxbatch.compile.program import ProgramMemory, gib
 from maxbatch.compile.report import memory_figures
 
 
@@ -52,7 +53,8 @@ class RolloutReport:
   kept: int
   """Keys, values and texts of a microbatch."""
   in_flight: int
-  """The parameters on a device that trains, whole on their way to devices that only sample."""
+  """The parameters on a device that trains, on their way to devices that only sample: of a policy that
+  these divide a part at a time."""
   compile_seconds: float
   time: RolloutTime | None
   """None: nothing is published about the devices, which are not here."""
@@ -114,6 +116,14 @@ class RolloutReport:
       },
       "compile_seconds": self.compile_seconds,
     }
+    if rollout := self.plan.topology.rollout:
+      results["transfer"] = {
+        "from": self.plan.topology.training.shape,
+        "to": rollout.shape,
+        "parts": self._num_parts,
+        "bytes_per_rollout_device": self.policy,
+        "bytes_in_flight_per_training_device": self.in_flight,
+      }
     if self.time is not None:
       results["time"] = {"how": self.time.how, "seconds_per_microbatch": self.time.seconds}
       results["time"] |= {} if self.time.prefill is None else {"prefill_seconds": self.time.prefill}
@@ -144,7 +154,25 @@ class RolloutReport:
       f"Rollout of {self.plan.micro_batch:,} completions: memory of {devices} (compiler); compiled in "
       f"{self.compile_seconds:.1f} s"
     )
-    return section(head, [*lines, f"more is needed by {more}"])
+    return section(head, [*lines, *self._transfer(), f"more is needed by {more}"])
+
+  @property
+  def _num_parts(self) -> int:
+    """Rollout devices that share a copy of the policy, each with a part."""
+    rollout = self.plan.topology.rollout
+    return rollout.num_devices // rollout.shape["data"] if rollout else 1
+
+  def _transfer(self) -> list[str]:
+    """Says how the policy comes to the devices that sample."""
+    topology = self.plan.topology
+    if not topology.rollout:
+      return []
+    how = f"in {self._num_parts} parts, one at a time" if self._num_parts > 1 else "whole"
+    return [
+      f"the policy goes from training's {axes_words(topology.training)} to rollout's "
+      f"{axes_words(topology.rollout)} {how}: {gib(self.policy)} to each rollout device,",
+      f"{gib(self.in_flight)} on each device that trains meanwhile",
+    ]
 
   def time_lines(self, training: float | None) -> str:
     """Returns seconds of a microbatch and of a step, by those that training of a step takes."""

@@ -17,6 +17,7 @@ from maxbatch.config.declare import (
   NonNegative,
   NonNegativeFloat,
   Positive,
+  PositiveOrUnset,
   Probability,
   Range,
   Seconds,
@@ -34,6 +35,7 @@ from maxbatch.config.keys.read_when import (
   MEASURED,
   NOISE_SCHEDULE,
   RL,
+  ROLLOUT_DEVICES,
   ROLLOUTS,
   SGD,
   WARMUP_FRACTION,
@@ -138,6 +140,14 @@ class RLConfig(Section, heading="reinforcement learning"):
   """Longest prompt, in tokens; the rest of max_target_length is for the completion."""
   rollout_devices: DevicesOrNone = key(0, CHANGEABLE, ROLLOUTS)
   """Devices that only sample, beside the mesh that trains; 0: all devices alternate."""
+  rollout_data_parallelism: PositiveOrUnset = key(-1, CHANGEABLE, ROLLOUT_DEVICES)
+  """Copies of the policy on the rollout devices; of this key and the next two one may be -1: all
+  devices that the others leave."""
+  rollout_fsdp_parallelism: PositiveOrUnset = key(1, CHANGEABLE, ROLLOUT_DEVICES)
+  """Rollout devices that store the parts of a copy and gather those of a layer when they use it; each
+  samples completions of its own."""
+  rollout_tensor_parallelism: PositiveOrUnset = key(1, CHANGEABLE, ROLLOUT_DEVICES)
+  """Rollout devices over which each matrix product is sharded; they sample the same completions."""
   # A snapshot of the parameters for each.
   rollout_staleness: Annotated[int, Range(low=0, high=64)] = key(0, CHANGEABLE, RL)
   """Steps by which the sampling policy lags, so that the next batch is sampled meanwhile; 0:
