@@ -31,6 +31,7 @@ from maxbatch.modes import pretraining
 from maxbatch.modes.run import run
 from maxbatch.noise.controller import check_noise, measures_noise
 from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.tuning.search import ProbeResult
 
 START, STEPS = 4, 8
@@ -232,9 +233,16 @@ def test_nothing_can_be_compared_with_a_smallest_branch_that_diverges(cosine, mo
 
 
 def test_a_run_s_folder_means_its_newest_checkpoint(cosine, monkeypatch, capsys):
-  monkeypatch.setattr(running, "run", enough)
+  def refuse(config: Config, **_: object) -> None:
+    forked.extend(RunFolder.of(config.run).checkpoints.glob("*/record"))
+    enough()
+
+  forked: list[pathlib.Path] = []
+  monkeypatch.setattr(running, "run", refuse)
   assert main([f"checkpoint={cosine / 'mine'}"]) == 2
-  assert (place(cosine, 8) / "x1" / "checkpoints" / "8" / "record").is_dir()
+  assert forked == [place(cosine, 8) / "x1" / "checkpoints" / "8" / "record"]
+  # A branch that is refused before it trains leaves nothing.
+  assert not place(cosine, 8).exists()
   printed = capsys.readouterr().out
   assert f"  start     {cosine}/mine/checkpoints/8\n" in printed
   # The rate of a run that is over is the last of its schedule.

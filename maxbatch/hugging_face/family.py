@@ -250,7 +250,10 @@ class Family:
       )
     left = given.difference(*(each.parameters for each in tensors))
     if left:
-      raise UserError(f"a model of type {self.name} has no tensor for {', '.join(sorted(left))}")
+      raise UserError(
+        f"a model of type {self.name} has no tensor for {', '.join(sorted(left))}, which the "
+        "configuration's keys give this model; leave out those that change its shape, such as num_experts"
+      )
     return tensors
 
   def table_name(self, name: str) -> str | None:

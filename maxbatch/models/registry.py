@@ -277,6 +277,11 @@ def _axes(variable: nnx.Variable) -> LogicalAxes:
   return ("layers",) * (variable.ndim - len(axes)) + axes
 
 
+def model_named(config: ModelConfig) -> Callable[[nnx.Rngs, ModelConfig, int], Any]:
+  """Returns what makes the modules that `decoder_block` names. Raises UserError for an unknown name."""
+  return registered("decoder_block", config.decoder_block, MODELS, config.plugins)
+
+
 def build_model(
   config: ModelConfig,
   max_target_length: int,
@@ -299,7 +304,7 @@ def build_model(
       f"gns=all squares the gradient of each row by every matrix, and by those of num_experts="
       f"{config.num_experts} experts it cannot; for example gns=norm, or gns_from_microbatches=true"
     )
-  chosen = registered("decoder_block", config.decoder_block, MODELS, config.plugins)
+  chosen = model_named(config)
   model = _built(chosen, config, max_target_length, probes, tuple(trainable), policy)
   if probes == "norm" and model.frozen and not model.has_probes:
     raise UserError(

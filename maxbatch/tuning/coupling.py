@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.config.registry import registered
 from maxbatch.config.schema import BatchConfig, Config, ModelConfig
 from maxbatch.core.check_split import check_split
 from maxbatch.core.keys import counted, text
@@ -25,7 +24,7 @@ from maxbatch.core.terms import Ratio, Terms
 from maxbatch.core.topology import Topology
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.models.registry import MODELS, Model, Parameters, build_model
+from maxbatch.models.registry import MODELS, Model, Parameters, build_model, model_named
 from maxbatch.training.loss import row_keys, row_sums
 from maxbatch.tuning.candidates import asked, is_open
 
@@ -56,7 +55,7 @@ def resolve_accumulation(
   if config.model.decoder_block in SHIPPED or not (chooses or splits):
     return config
   # An unknown name is refused here as where the run builds its model.
-  registered("decoder_block", config.model.decoder_block, MODELS, config.model.plugins)
+  model_named(config.model)
   try:
     cause = coupling(config.model, config.batch.max_target_length, packing=config.data.segmented)
   except UserError as error:
