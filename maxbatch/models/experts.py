@@ -339,10 +339,6 @@ def validate_experts(config: ModelConfig) -> None:
   E, K, G = config.num_experts, config.num_experts_per_tok, config.n_routing_groups
   if E == 1:
     return
-  if K > E:
-    raise UserError(
-      f"num_experts_per_tok={K} must be at most num_experts={E}; for example num_experts_per_tok={E}"
-    )
   if K == 1 and config.norm_topk_prob:
     raise UserError(
       "num_experts_per_tok=1 with norm_topk_prob=true: the weight of a token's only expert is always 1, "

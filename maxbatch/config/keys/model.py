@@ -43,6 +43,7 @@ from maxbatch.config.keys.read_when import (
   WINDOW,
   YARN,
 )
+from maxbatch.errors import UserError
 
 RematPlace = Literal["remat", "device", "offload"]
 """What becomes of a tensor until the backward pass."""
@@ -278,6 +279,15 @@ class ModelConfig(Section, heading="the model"):
   lora_targets: tuple[str, ...] = key((), FIXED, ADAPTERS)
   """Matrices with adapters: query, key, value, out, gate, up, down (of all experts), router; []: query
   and value."""
+
+  def __post_init__(self) -> None:
+    """Raises UserError for a token that would go to more experts than there are."""
+    experts, chosen = self.num_experts, self.num_experts_per_tok
+    if 1 < experts < chosen:
+      raise UserError(
+        f"num_experts_per_tok={chosen} must be at most num_experts={experts}; for example "
+        f"num_experts_per_tok={experts}"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
