@@ -74,6 +74,7 @@ class Runner:
     self.socket.listen()
 
   def __enter__(self) -> Self:
+    assert self.places["run"].exists()  # A call may name it as others name a run that is not there.
     return self
 
   def __exit__(self, *_: object) -> None:
