@@ -9,7 +9,7 @@ import pytest
 from initial_states import initial_state, random_parameters
 from support import SMALLEST, config, in_microbatches, mesh, uneven_rows
 
-from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.from_config import mesh_of, plan_batches
 from maxbatch.errors import UserError
 from maxbatch.models.experts import BALANCE, LOAD
 from maxbatch.models.registry import Parameters, build_model
@@ -17,7 +17,7 @@ from maxbatch.training.build import build_trainer
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
 
-T, ROWS, LAYERS, E, K = 16, 24, 2, 4, 2
+T, ROWS, LAYERS, E, K = 16, 24, 4, 4, 2
 RATE = np.float32(1000)
 """Beside an update as large as that, rounding of the parameters themselves is nothing. A third of the rows
 is padding, and is a whole microbatch of 3."""
@@ -35,7 +35,7 @@ BALANCES = {
 BIAS = ("layers", "mlp", "router", "bias")
 
 
-def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 0, **keys: object) -> Trainer:
+def trainer(axes: tuple[int, ...] = (), dispatches: int = 0, **keys: object) -> Trainer:
   """Of fused steps, or of streamed ones in so many dispatches."""
   settings = config(**SIZES | keys)
   model = build_model(settings.model, T, trainable=("*",))
@@ -120,6 +120,9 @@ def error(found: Parameters, expected: Parameters) -> float:
     ((2, 2, 2), 3, False, "global"),
     ((1, 2, 1), 3, True, "global"),
     ((2, 1, 1), 2, False, "last_step"),
+    ((2, 1, 2, 1, 2), 3, False, "bias"),
+    ((1, 2, 1, 1, 2), 3, True, "global"),
+    ((1, 1, 1, 1, 4), 2, False, "last_step"),
   ],
 )
 def test_any_split_trains_as_the_whole_batch(axes, k, streamed, balance):
@@ -167,21 +170,29 @@ def test_what_a_step_writes_is_saved():
 # --- pipelines ------------------------------------------------------------------------------------
 
 
-def pipelined(schedule: str, stages: int, k: int, **keys: Any) -> Trainer:
+def pipelined(schedule: str, stages: int, k: int, experts: int = 1, **keys: Any) -> Trainer:
   """Of steps of k microbatches, each in 4 through the stages."""
+  devices = stages * experts
   keys = {"pipeline_schedule": schedule, "ici_pipeline_parallelism": stages, **keys}
   keys |= {"num_pipeline_microbatches": 4, "gradient_accumulation_steps": k}
-  batch = {"per_device_batch_size": f"{ROWS // k}/{stages}", "num_simulated_devices": stages}
-  settings = config(**SIZES | keys | batch)
-  plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, stages))
-  return build_trainer(settings, plan, jax.devices()[:stages])
+  keys |= {"ici_expert_parallelism": experts, "num_simulated_devices": devices}
+  settings = config(**SIZES | keys, per_device_batch_size=f"{ROWS // k}/{devices}")
+  plan = plan_batches(settings.batch, settings.run, mesh_of(settings, devices))
+  return build_trainer(settings, plan, jax.devices()[:devices])
 
 
 @pytest.mark.parametrize(
-  ("schedule", "k", "balance"), [("gpipe", 3, "bias"), ("1f1b", 1, "last_step")]
+  ("schedule", "k", "experts", "balance"),
+  [
+    ("gpipe", 3, 1, "bias"),
+    ("1f1b", 1, 1, "last_step"),
+    ("1f1b", 1, 2, "bias"),
+    ("circular", 1, 1, "bias"),
+    ("interleaved_1f1b", 1, 1, "bias"),
+  ],
 )
-def test_a_pipeline_trains_as_the_whole_batch(schedule, k, balance):
-  parts = pipelined(schedule, 2, k, **BALANCES[balance])
+def test_a_pipeline_trains_as_the_whole_batch(schedule, k, experts, balance):
+  parts = pipelined(schedule, 2, k, experts, **BALANCES[balance])
   assert_same(stepped(parts, k, balance), balance)
 
 

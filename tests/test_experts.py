@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import config, model_config, uneven_rows
+from support import config, mesh, model_config, uneven_rows
 
 import maxbatch as mb
 from maxbatch.compile.traced_flops import model_flops_per_token, step_flops
@@ -296,3 +296,24 @@ def test_keys_that_contradict_each_other(keys, sentence):
 def test_keys_of_experts_without_experts_are_refused():
   with pytest.raises(UserError, match="num_experts_per_tok=3 has no effect with num_experts=1"):
     without_effect(config(num_experts_per_tok=3))
+
+
+def test_devices_of_a_ring_have_whole_experts_and_all_of_its_rows(monkeypatch):
+  """Half of the experts each, and beside them a half of the width; no product for the others'."""
+  _, graph, state = layer(num_experts=4)
+  seen = []
+
+  def of_tokens(self, parameters, x_TD, *routed):
+    seen.append((x_TD.shape[0], parameters["up"].shape))
+    return _of_tokens(self, parameters, x_TD, *routed)
+
+  _of_tokens = Experts.of_tokens
+  monkeypatch.setattr(Experts, "of_tokens", of_tokens)
+  with jax.sharding.use_abstract_mesh(mesh(fsdp=2, expert=2, tensor=2).abstract_mesh):
+    y = jax.eval_shape(
+      jax.jit(lambda state, x_BTD: nnx.merge(graph, state)(x_BTD, AT).hidden_BTD),
+      state,
+      jnp.zeros((8, T, D)),
+    )
+  assert seen == [(8 // 2 * T, (2, D, 12))]
+  assert y.shape == (8, T, D)

@@ -7,7 +7,8 @@ import pytest
 from support import mesh
 
 from maxbatch.core.topology import Topology
-from maxbatch.hardware.sharding import make_mesh, over_rows, sum_over_rows
+from maxbatch.hardware.shard_maps import over_rows, sum_over_rows
+from maxbatch.hardware.sharding import make_mesh
 
 AXES = ("embed", None)
 

@@ -15,7 +15,14 @@ from maxbatch.batch.seesaw import seesaw
 from maxbatch.config.find import shown, user_path
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.registry import registered
-from maxbatch.config.schema import BatchConfig, MeshConfig, OptimizerConfig, RLConfig, RunConfig
+from maxbatch.config.schema import (
+  BatchConfig,
+  Config,
+  MeshConfig,
+  OptimizerConfig,
+  RLConfig,
+  RunConfig,
+)
 from maxbatch.core import make_plan
 from maxbatch.core.keys import BatchKeys, GivenSizes, text
 from maxbatch.core.make_plan import derive
@@ -30,7 +37,7 @@ from maxbatch.core.schedule import (
   schedule_name,
 )
 from maxbatch.core.solve import fitting_micro_batch, nearest_multiples, solve
-from maxbatch.core.topology import AXES, AXIS_NAMES, Topology, fill
+from maxbatch.core.topology import AXES, Topology, fill
 from maxbatch.errors import UserError
 
 
@@ -114,14 +121,38 @@ def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topolog
   keys = dataclasses.asdict(mesh)
 
   def sizes(prefix: str, total: int, what: str) -> dict[str, int]:
-    names = [f"{prefix}_{axis.key}_parallelism" for axis in AXES]
-    filled = fill({name: keys[name] for name in names}, total, what)
-    return dict(zip(AXIS_NAMES, filled.values(), strict=True))
+    names = {axis.name: f"{prefix}_{axis.key}_parallelism" for axis in AXES}
+    left_out = [axis.name for axis in AXES if axis.is_optional and keys[names[axis.name]] == 1]
+    there = {name: key for name, key in names.items() if name not in left_out}
+    filled = fill({key: keys[key] for key in there.values()}, total, what)
+    return dict(zip(there, filled.values(), strict=True))
 
   return Topology(
     ici=sizes("ici", num_devices // num_slices, "devices of a slice"),
     dcn=sizes("dcn", num_slices, "slices"),
   )
+
+
+def mesh_of(config: Config, num_devices: int, num_slices: int = 1) -> Topology:
+  """Returns the `topology` of a configuration, whose model it can divide.
+
+  Raises:
+    UserError: it is none, or does not divide the experts.
+  """
+  result = topology(config.mesh, num_devices, num_slices)
+  experts, ways = config.model.num_experts, result.shape.get("expert", 1)
+  if experts % ways:
+    ici, dcn = result.ici["expert"], result.dcn["expert"]
+    fitting = math.gcd(experts, ici)
+    rest = f"ici_data_parallelism={result.ici['data'] * (ici // fitting)}"
+    if dcn > 1:
+      rest += f" dcn_expert_parallelism=1 dcn_data_parallelism={result.dcn['data'] * dcn}"
+    raise UserError(
+      f"num_experts={experts} must be a multiple of the devices over which whole experts are divided, "
+      f"ici_expert_parallelism={ici} × dcn_expert_parallelism={dcn} = {ways}; for example "
+      f"ici_expert_parallelism={fitting} {rest}"
+    )
+  return result
 
 
 def plan_batches(

@@ -178,7 +178,9 @@ def _fitting_rows(
 
 def describe_groups(topology: Topology) -> str:
   """Names the data-parallel groups of the mesh, for a message."""
-  axes = " × ".join(f"{axis} {topology.shape[axis]}" for axis in BATCH_AXES)
+  axes = " × ".join(
+    f"{axis} {topology.shape[axis]}" for axis in BATCH_AXES if axis in topology.shape
+  )
   return f"the {counted(topology.num_batch_groups, 'data-parallel group')} ({axes})"
 
 

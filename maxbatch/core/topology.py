@@ -19,12 +19,15 @@ class MeshAxis:
   inside of those that the outer one takes: XLA (jax 0.12) aborts on any other nesting."""
   divides_batch: bool = False
   """Whether devices that differ along it get different samples; along the others they share them."""
+  is_optional: bool = False
+  """Whether a mesh has the axis only where it has several devices."""
 
 
 AXES = (
   MeshAxis("data", "data", depth=0, divides_batch=True),
   MeshAxis("fsdp", "fsdp", depth=2, divides_batch=True),
-  MeshAxis("tensor", "tensor", depth=3),
+  MeshAxis("expert", "expert", depth=3, divides_batch=True, is_optional=True),
+  MeshAxis("tensor", "tensor", depth=4),
   MeshAxis("stage", "pipeline", depth=1),
 )
 """Every axis there is. Neighbouring devices differ along the last one.
@@ -33,27 +36,40 @@ With a row here, its pair of keys and a place in hardware/sharding.py, an axis i
 """
 AXIS_NAMES = tuple(axis.name for axis in AXES)
 BATCH_AXES = tuple(axis.name for axis in AXES if axis.divides_batch)
+WEIGHT_AXES = ("fsdp", "expert")
+"""Those of them that divide weights; experts' matrices are divided by `fsdp`, and whole experts by
+`expert`."""
+
+
+def weight_groups(sizes: Mapping[str, int]) -> int:
+  """Returns the groups of devices with different rows that share one copy of the weights."""
+  return math.prod(sizes.get(name, 1) for name in WEIGHT_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
   """Devices along each mesh axis: `ici` inside a slice, `dcn` between slices.
 
-  Axes that a mapping leaves out have one device; the attributes hold all, in the order of AXES.
+  Axes that a mapping leaves out have one device; the attributes hold all, in the order of AXES, but for
+  optional ones of one device.
   """
 
   ici: Mapping[str, int]
   dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:
-    for kind in ("ici", "dcn"):
-      sizes = dict(getattr(self, kind))
-      whole = {name: sizes.pop(name, 1) for name in AXIS_NAMES}
-      if sizes:
-        raise UserError(
-          f"there is no mesh axis {', '.join(sizes)}; the axes are {', '.join(AXIS_NAMES)}"
-        )
-      object.__setattr__(self, kind, whole)
+    given = {"ici": self.ici, "dcn": self.dcn}
+    if unknown := [name for sizes in given.values() for name in sizes if name not in AXIS_NAMES]:
+      raise UserError(
+        f"there is no mesh axis {', '.join(unknown)}; the axes are {', '.join(AXIS_NAMES)}"
+      )
+    names = [
+      axis.name
+      for axis in AXES
+      if not axis.is_optional or any(sizes.get(axis.name, 1) != 1 for sizes in given.values())
+    ]
+    for kind, sizes in given.items():
+      object.__setattr__(self, kind, {name: sizes.get(name, 1) for name in names})
 
   def __hash__(self) -> int:
     return hash((*self.ici.values(), *self.dcn.values()))
@@ -86,7 +102,12 @@ class Topology:
   @property
   def num_batch_groups(self) -> int:
     """Data-parallel groups, the product of the axes that divide the batch. Each gets its own samples."""
-    return math.prod(self.shape[axis] for axis in BATCH_AXES)
+    return math.prod(self.shape.get(axis, 1) for axis in BATCH_AXES)
+
+  @property
+  def weight_groups(self) -> int:
+    """Groups of devices with samples of their own that share one copy of the weights."""
+    return weight_groups(self.shape)
 
   def __str__(self) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in self.shape.items())

@@ -21,8 +21,8 @@ from fractions import Fraction
 from typing import Literal
 
 from maxbatch.config.heads import query_dim
-from maxbatch.config.keys.model import hidden_width
-from maxbatch.core.topology import Topology
+from maxbatch.config.keys.model import expert_parameters, hidden_width
+from maxbatch.core.topology import Topology, weight_groups
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.compiled_steps import CompiledStep, compiled_step
 from maxbatch.estimate.step_time import Limit, RooflineSeconds
@@ -297,23 +297,35 @@ class LinkSeconds:
   reductions: float
   """Gradients, as reduce-scatters."""
   activations: float
-  """Sums over the devices that share a layer: each product's result, whole."""
+  """Sums over the devices that share a layer: each product's result, whole; and tokens to experts."""
 
 
 def link_seconds(
   work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
 ) -> LinkSeconds:
   """Returns the time of a microbatch's collectives on the links."""
-  fsdp, ways = mesh.shape["fsdp"], mesh.shape["tensor"]
+  fsdp, ways, groups = mesh.shape["fsdp"], mesh.shape["tensor"], mesh.weight_groups
   is_divided = weight_shards(work, mesh)[0] > 1
   # Slices that divide weights gather them over their hosts' network.
-  each = _ring_seconds(chip, fsdp, ways, crosses=mesh.dcn["fsdp"] > 1)
-  weights = work.parameters / ways * work.compute_bytes * each
+  ring = groups // fsdp
+  each = _ring_seconds(chip, groups, ways, crosses=weight_groups(mesh.dcn) > 1)
+  of_experts = work.model.base_num_decoder_layers * expert_parameters(work.model) / ring
+  if ring == 1:
+    gathered = work.parameters * each
+  else:
+    # Whole experts are gathered by no device but those that hold them.
+    beside = _ring_seconds(chip, fsdp, ways * ring, crosses=mesh.dcn["fsdp"] > 1)
+    gathered = (work.parameters - of_experts * ring) * each + of_experts * beside
+  weights = gathered / ways * work.compute_bytes
   tokens = float(per_device * ways * work.length)
   sums = 6 if remat == "full" else 5 if remat == "minimal" else 4
   layers = work.model.base_num_decoder_layers
   moved = tokens * work.model.base_emb_dim * work.compute_bytes * layers * sums
   shared = 2 * moved * _ring_seconds(chip, ways, 1, crosses=False)
+  # Tokens of the devices that divide experts: gathered, and in float32 summed, in both passes.
+  passes = (3 if remat == "full" else 2) * layers * (work.compute_bytes + 4)
+  in_ring = ring * tokens * work.model.base_emb_dim * passes
+  shared += in_ring * _ring_seconds(chip, ring, ways, crosses=mesh.dcn.get("expert", 1) > 1)
   # Weights that every device has whole are not gathered, and their gradients are all-reduced.
   return LinkSeconds(
     2 * weights if is_divided else 0.0, weights if is_divided else 2 * weights, shared

@@ -145,12 +145,12 @@ def step_work(config: Config) -> StepWork:
 
 
 def weight_shards(work: StepWork, mesh: Topology) -> tuple[int, int]:
-  """Returns the devices along fsdp and along tensor that divide the weights.
+  """Returns the devices along fsdp and expert, and along tensor, that divide the weights.
 
   A width that fsdp does not divide evenly is not divided at all: each device then has it whole.
   """
-  fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
-  return fsdp if work.model.base_emb_dim % fsdp == 0 else 1, tensor
+  groups, tensor = mesh.weight_groups, mesh.shape["tensor"]
+  return groups if work.model.base_emb_dim % groups == 0 else 1, tensor
 
 
 def residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:

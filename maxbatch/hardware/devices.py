@@ -25,7 +25,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.lib import cuda_versions
 from jax.experimental import topologies
 
-from maxbatch.batch.from_config import topology, training_devices
+from maxbatch.batch.from_config import mesh_of, training_devices
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
@@ -159,14 +159,14 @@ def find_devices(config: Config) -> Target:
     parts.setdefault((getattr(device, "slice_index", 0), process), []).append(device)
   num_slices = len({number for number, _ in parts})
   if not config.rl.rollout_devices:
-    return Target(devices, topology(config.mesh, len(devices), num_slices))
+    return Target(devices, mesh_of(config, len(devices), num_slices))
   unit = "processes" if len(parts) > num_slices else "slices"
   training = training_devices(config.rl, len(devices), len(parts), unit)
   # The last of each process sample, in the order of the slices.
   each, owned = training // len(parts), [parts[part] for part in sorted(parts)]
   return Target(
     [device for own in owned for device in own[:each]],
-    topology(config.mesh, training, num_slices),
+    mesh_of(config, training, num_slices),
     [device for own in owned for device in own[each:]],
   )
 

@@ -15,7 +15,7 @@ import functools
 import math
 from typing import Any
 
-from maxbatch.batch.from_config import given_sizes, is_rl, topology, training_devices
+from maxbatch.batch.from_config import given_sizes, is_rl, mesh_of, training_devices
 from maxbatch.config.find import did_you_mean, shown
 from maxbatch.config.schema import Config
 from maxbatch.core.solve import divisors, solve_num_devices
@@ -306,4 +306,4 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
       f"{count} simulated devices, as a run where there is no accelerator; for others: num_devices"
     )
   training = training_devices(config.rl, count, slices) if is_rl(config.rl) else count
-  return CountedDevices(topology(config.mesh, training, slices), num_hosts or hosts, assumption)
+  return CountedDevices(mesh_of(config, training, slices), num_hosts or hosts, assumption)

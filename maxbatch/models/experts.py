@@ -21,7 +21,8 @@ from maxbatch.config.keys.model import expert_width
 from maxbatch.config.schema import ModelConfig
 from maxbatch.core.terms import Ratio, Stat, Sum, Terms, safe_ratio
 from maxbatch.errors import UserError
-from maxbatch.hardware.sharding import LogicalAxes, by_device
+from maxbatch.hardware.shard_maps import by_device, ring_gathered, ring_summed
+from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models.attention import AttentionContext
 from maxbatch.models.forms import barrier_gradients
 from maxbatch.models.grouped import (
@@ -161,7 +162,9 @@ class Experts(nnx.Module):
   def _parameters(self) -> dict[str, tuple[jax.Array, LogicalAxes]]:
     """Returns what a device needs of the layer's parameters, with their axes."""
     matrices = {name: getattr(self.experts, name) for name in ("gate", "up", "down")}
-    given = {}
+    # Which experts a device has is an input, as the number of a stage in training/pipelined_step.py.
+    numbers_E1 = jnp.arange(self.config.num_experts)[:, None]
+    given: dict[str, tuple[jax.Array, LogicalAxes]] = {"number": (numbers_E1, ("expert", None))}
     for matrix_name, matrix in {"router": self.router, **matrices}.items():
       if matrix is None:
         continue
@@ -179,11 +182,27 @@ class Experts(nnx.Module):
     the tokens of each row."""
     B, T, D = x_BTD.shape
     routed = route(self.config, x_BTD, parameters["router"], parameters)
-    slots = slots_of(routed.chosen.reshape(B * T, -1), self.config.num_experts)
-    y_SD = self._fed(parameters, dispatched(x_BTD.reshape(B * T, D), slots), slots)
-    y_TD = combined(y_SD, routed.weight.reshape(B * T, -1), slots)
-    of_rows = self._row_sums(routed, counts_BT)
-    return self.policy.cast(y_TD.reshape(B, T, D)), of_rows
+    tokens = x_BTD.reshape(B * T, D), *(x.reshape(B * T, -1) for x in routed[:2])
+    is_ring = parameters["up"].shape[0] < self.config.num_experts
+    if is_ring:
+      # Each device has some experts, for the tokens of all that share them.
+      x_TD, chosen_TK, weight_TK = map(ring_gathered, tokens)
+      y_TD = ring_summed(self.of_tokens(parameters, x_TD, chosen_TK, weight_TK))
+    else:
+      y_TD = self.of_tokens(parameters, *tokens)
+    return self.policy.cast(y_TD.reshape(B, T, D)), self._row_sums(routed, counts_BT)
+
+  def of_tokens(
+    self,
+    parameters: Mapping[str, jax.Array],
+    x_TD: jax.Array,
+    chosen_TK: jax.Array,
+    weight_TK: jax.Array,
+  ) -> jax.Array:
+    """Returns what the experts that are given make of tokens: float32 (T, D)."""
+    slots = slots_of(chosen_TK, self.config.num_experts, parameters["number"][:, 0])
+    y_SD = self._fed(parameters, dispatched(x_TD, slots), slots)
+    return combined(y_SD, weight_TK, slots)
 
   def _fed(self, parameters: Mapping[str, jax.Array], x_SD: jax.Array, slots: Slots) -> jax.Array:
     up_SF = named(self._product("up", parameters, x_SD, slots), "mlpwi_1")

@@ -25,12 +25,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.errors import UserError
+from maxbatch.hardware.shard_maps import over_rows, sum_over_rows
 from maxbatch.hardware.sharding import (
   LOGICAL_AXIS_RULES,
   LogicalAxes,
   constrain,
-  over_rows,
-  sum_over_rows,
 )
 from maxbatch.models.forms import projected, weight_gradient
 from maxbatch.precision.policy import Policy

@@ -12,6 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbatch.config.schema import ModelConfig
+from maxbatch.core.topology import WEIGHT_AXES
 from maxbatch.errors import UserError
 
 _QKV = ("query_proj", "key_proj", "value_proj")
@@ -88,7 +89,7 @@ def remat_policy(config: ModelConfig) -> Policy | None:
   result = kept(config)
   if result is None:
     sizes = jax.sharding.get_abstract_mesh().shape
-    divided = any(sizes.get(axis, 1) > 1 for axis in ("fsdp", "stage"))
+    divided = any(sizes.get(axis, 1) > 1 for axis in (*WEIGHT_AXES, "stage"))
     return _all_but_moved if divided else None
   if not result.on_host:
     return jax.checkpoint_policies.save_only_these_names(*result.on_device)

@@ -15,7 +15,8 @@ from maxbatch.config.heads import is_latent, rotated_dim
 from maxbatch.config.schema import ModelConfig
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.hardware.sharding import constrain, over_rows
+from maxbatch.hardware.shard_maps import over_rows
+from maxbatch.hardware.sharding import constrain
 from maxbatch.models.attention import (
   Attention,
   AttentionContext,

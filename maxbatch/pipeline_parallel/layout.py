@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
-from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.from_config import mesh_of, plan_batches
 from maxbatch.config.load import Keys, assigned, suggested_fixes
 from maxbatch.config.schema import Config, PipelineConfig
 from maxbatch.core.keys import counted
@@ -85,7 +85,7 @@ def _accompanying_keys(config: Config, layout: Topology) -> Iterator[Keys]:
 
 def _is_valid(config: Config, layout: Topology) -> bool:
   try:
-    layout = topology(config.mesh, layout.num_devices, layout.num_slices)
+    layout = mesh_of(config, layout.num_devices, layout.num_slices)
     _make_pipeline(config, plan_batches(config.batch, config.run, layout, config.optimizer))
   except (UserError, _MisfitError):
     return False

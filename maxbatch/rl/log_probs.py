@@ -12,7 +12,8 @@ import numpy as np
 
 from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
-from maxbatch.hardware.sharding import constrain, over_rows
+from maxbatch.hardware.shard_maps import over_rows
+from maxbatch.hardware.sharding import constrain
 from maxbatch.models.layers import outputs_of
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.sampling.choice import unpacked

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from maxbatch.advice.run_advice import run_advice
-from maxbatch.batch.from_config import is_rl, plan_batches, topology
+from maxbatch.batch.from_config import is_rl, mesh_of, plan_batches
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.command_line.screen import Table, in_unit
 from maxbatch.config.load import load_config
@@ -150,7 +150,7 @@ def _planned(run: RunHistory) -> _Planned:
     return _Planned(missing="the batch cannot be derived: config.yml does not say it")
   try:
     config = load_config([f"config={RunFolder(run.folder).config}"])
-    layout = topology(config.mesh, num_devices, config.compile.compile_topology_num_slices)
+    layout = mesh_of(config, num_devices, config.compile.compile_topology_num_slices)
     plan = (
       plan_rl(config, layout).batch_plan
       if is_rl(config.rl)

@@ -19,6 +19,7 @@ from maxbatch.core.accumulate import (
   sum_forward,
 )
 from maxbatch.core.terms import Stats, Sum, Terms
+from maxbatch.core.topology import weight_groups
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models.experts import TOKENS
 from maxbatch.models.registry import Model, Parameters, Probed, by_path, joined
@@ -68,7 +69,7 @@ def model_accumulate(
     denominators: Any = None,
   ) -> Accumulated:
     local_rows = loss.rows(rows).inputs.shape[1] // mesh.shape["data"]
-    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+    tensor = mesh.shape["tensor"]
     probes = model.probes(local_rows, tensor)
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
@@ -77,7 +78,10 @@ def model_accumulate(
       rows,
       num_microbatches,
       keys,
-      zeros={_PARAMS: zeros, _PROBES: zero_probe_squares(model, (fsdp, tensor))},
+      zeros={
+        _PARAMS: zeros,
+        _PROBES: zero_probe_squares(model, (weight_groups(mesh.shape), tensor)),
+      },
       denominators=denominators,
     )
     stats = dict(result.stats)

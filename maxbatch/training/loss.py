@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from maxbatch.core.rows import sample_keys
 from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
-from maxbatch.hardware.sharding import constrain, over_rows
+from maxbatch.hardware.shard_maps import over_rows
+from maxbatch.hardware.sharding import constrain
 from maxbatch.models.forms import barrier_gradients
 from maxbatch.models.layers import outputs_of
 from maxbatch.models.probes import TiedProbe, row_squares

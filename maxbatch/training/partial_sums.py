@@ -4,7 +4,7 @@ A reduction over an array that the mesh divides costs a message between devices,
 result. A step counts many numbers (loss, tokens, squared norms of many gradients): kept in parts,
 as arrays (…, F, S) with an entry per device along the mesh axes, they all share one message.
 
-F devices along fsdp, S along tensor.
+F devices along fsdp and expert, which divide weights and rows, S along tensor.
 """
 
 import itertools
@@ -16,24 +16,31 @@ import jax
 import jax.numpy as jnp
 
 from maxbatch.core.terms import Max
-from maxbatch.hardware.sharding import LOGICAL_AXIS_RULES, LogicalAxes, auto_axis_sizes, constrain
+from maxbatch.core.topology import WEIGHT_AXES
+from maxbatch.hardware.sharding import (
+  LogicalAxes,
+  auto_axis_sizes,
+  auto_weight_groups,
+  constrain,
+  dividing_axes,
+)
 
 Tree = TypeVar("Tree")
 Other = TypeVar("Other")
 
-_AXES = ("fsdp", "tensor")
+_AXES = (*WEIGHT_AXES, "tensor")
 
 
 def of_rows(x: jax.Array) -> jax.Array:
   """Sums over the rows of a batch: (…, B, S or 1) → (…, F, S)."""
-  F, (*lead, B, shards) = auto_axis_sizes()["fsdp"], x.shape
+  F, (*lead, B, shards) = auto_weight_groups(), x.shape
   ways = F if B % F == 0 else 1
-  return _padded(x.reshape(*lead, ways, B // ways, shards).sum(-2))
+  return _padded_to(x.reshape(*lead, ways, B // ways, shards).sum(-2), (F, _shards()))
 
 
 def of_one(x: jax.Array) -> jax.Array:
   """Spreads a sum that all devices have already: (…) → (…, F, S)."""
-  return _padded(x[..., None, None])
+  return _padded_to(x[..., None, None], (auto_weight_groups(), _shards()))
 
 
 def of_squares(x: jax.Array, axes: LogicalAxes, lead: int = 0) -> jax.Array:
@@ -44,21 +51,21 @@ def of_squares(x: jax.Array, axes: LogicalAxes, lead: int = 0) -> jax.Array:
     axes: the logical axes of its dims, the leading ones included.
     lead: dims that are kept.
   """
-  sizes, kept, rest = auto_axis_sizes(), x.shape[:lead], x.shape[lead:]
-  # The mesh axis, of the two, that divides each logical one.
-  names = [
-    next((name for name in _AXES if name in LOGICAL_AXIS_RULES[axis]), None) for axis in axes[lead:]
+  kept, rest = x.shape[:lead], x.shape[lead:]
+  sizes = {name: size for name, size in auto_axis_sizes().items() if name in _AXES}
+  divided = dividing_axes(axes, x.shape, sizes | {"stage": 1})[lead:]
+  ways = [[sizes[name] for name in names or ()] for names in divided]
+  split = [
+    part for size, by in zip(rest, ways, strict=True) for part in (*by, size // math.prod(by))
   ]
-  sized = zip(names, rest, strict=True)
-  ways = [sizes[name] if name and size % sizes[name] == 0 else 1 for name, size in sized]
-  split = [part for size, by in zip(rest, ways, strict=True) for part in (by, size // by)]
   squared = jnp.square(x.astype(jnp.float32)).reshape(*kept, *split)
-  summed = squared.sum(tuple(range(lead + 1, squared.ndim, 2)))
-  dividing = {name: by for name, by in zip(names, ways, strict=True) if name and by > 1}
-  summed = summed.reshape(*kept, *dividing.values())
-  if list(dividing) == ["tensor", "fsdp"]:
-    summed = summed.swapaxes(-1, -2)
-  return _padded(summed.reshape(*kept, *(dividing.get(name, 1) for name in _AXES)))
+  ends = itertools.accumulate(len(by) + 1 for by in ways)
+  summed = squared.sum(tuple(lead + end - 1 for end in ends))
+  order = [name for names in divided for name in names or ()]
+  summed = summed.transpose(
+    *range(lead), *(lead + order.index(name) for name in _AXES if name in order)
+  ).reshape(*kept, *(sizes[name] if name in order else 1 for name in _AXES))
+  return _padded(summed)
 
 
 def in_one(tree: Tree, of_all: Callable[[jax.Array], jax.Array]) -> Tree:
@@ -95,7 +102,17 @@ def joined_sums(sums: Tree, others: Other) -> tuple[Tree, Other]:
 
 
 def _padded(x: jax.Array) -> jax.Array:
-  """Pads: what a device holds for all counts as the first's: (…, F or 1, S or 1) → (…, F, S)."""
+  """Pads an array whose last dims are the mesh axes, or 1 of each: (…, each) → (…, F, S)."""
   sizes = auto_axis_sizes()
-  widths = [(0, sizes[name] - size) for name, size in zip(_AXES, x.shape[-2:], strict=True)]
-  return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + widths)
+  whole = _padded_to(x, tuple(sizes[name] for name in _AXES))
+  return whole.reshape(*x.shape[: -len(_AXES)], auto_weight_groups(), _shards())
+
+
+def _padded_to(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+  """Pads the last dims: what a device holds for all counts as the first's."""
+  missing = (size - now for size, now in zip(sizes, x.shape[-len(sizes) :], strict=True))
+  return jnp.pad(x, [(0, 0)] * (x.ndim - len(sizes)) + [(0, each) for each in missing])
+
+
+def _shards() -> int:
+  return auto_axis_sizes()["tensor"]

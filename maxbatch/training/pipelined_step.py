@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxbatch.core.accumulate import Accumulate, Accumulated, Squares
 from maxbatch.core.terms import Ratio, Sum, over_replicas
+from maxbatch.core.topology import weight_groups
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.pipeline_parallel.schedule import BufferLimits
@@ -65,7 +66,7 @@ def pipelined_accumulate(
 ) -> Accumulate:
   """Returns the function that sums a model's loss and gradients over a step's microbatches.
 
-  Its rows are accumulation steps (k, B, T), B divided over the data and fsdp axes. Each is divided
+  Its rows are accumulation steps (k, B, T), B divided over the axes that divide batches. Each is divided
   into num_pipeline_microbatches; they are numbered one accumulation step after another. In place of a
   number of microbatches it takes their timetable. Layers are in the order of the stages.
 
@@ -132,8 +133,8 @@ def pipelined_sums(
   metrics: Metrics = NO_METRICS,
 ) -> Sums:
   """Returns loss, without dropout and z-loss, weight and metrics, summed over all tokens of any batch
-  (B, T) with B divided over the data and fsdp axes; the layers are in the order of the stages."""
-  rows_each = rows.inputs.shape[0] // mesh.shape["data"] // mesh.shape["fsdp"]
+  (B, T) with B divided over the axes that divide batches; the layers are in the order of the stages."""
+  rows_each = rows.inputs.shape[0] // mesh.shape["data"] // weight_groups(mesh.shape)
   sizes = eval_microbatches(pipeline, rows_each)
   local = functools.partial(_local_sums, ModelParts(model, None, metrics), pipeline, sizes)
   return jax.shard_map(
@@ -255,7 +256,7 @@ def _local_sums(
 
 def _pad_rows(rows: Rows, sizes: EvalMicrobatches) -> Rows:
   """Pads the rows of every group of devices with zeros: (B, …) → (1, B', …)."""
-  groups = jax.sharding.get_abstract_mesh().shape["fsdp"]
+  groups = weight_groups(jax.sharding.get_abstract_mesh().shape)
 
   def pad(x: jax.Array) -> jax.Array:
     by_group = x.reshape(groups, -1, *x.shape[1:])
@@ -292,9 +293,9 @@ def split_microbatches(rows: Rows, num_pipeline_microbatches: int) -> Callable[[
   """Returns a function from the number of a pipeline microbatch to its rows.
 
   The first `num_pipeline_microbatches` numbers are those of the first accumulation step. Each takes
-  rows from every group of devices along fsdp, so that no row moves between devices.
+  rows from every group of devices that has its own, so that no row moves between devices.
   """
-  groups = jax.sharding.get_abstract_mesh().shape["fsdp"]
+  groups = weight_groups(jax.sharding.get_abstract_mesh().shape)
 
   def split(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], groups, num_pipeline_microbatches, -1, *x.shape[2:])

@@ -10,7 +10,7 @@ from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.hardware.sharding import MESH_AXES
+from maxbatch.hardware.sharding import mesh_axes
 from maxbatch.hardware.topologies import slice_named
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import build_model
@@ -48,10 +48,11 @@ def _residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
   there = slice_named(name) if name else None
   kind, platform = (there.device_kind, there.platform) if there else ("cpu", "cpu")
   device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+  names = mesh_axes(plan.topology)
   mesh = AbstractMesh(
-    tuple(plan.topology.shape[axis] for axis in MESH_AXES),
-    MESH_AXES,
-    axis_types=(AxisType.Auto,) * len(MESH_AXES),
+    tuple(plan.topology.shape[axis] for axis in names),
+    names,
+    axis_types=(AxisType.Auto,) * len(names),
     abstract_device=device,
   )
   length = config.batch.max_target_length

@@ -26,6 +26,7 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh
 
+from maxbatch.core.topology import weight_groups
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LogicalAxes, auto_axis_sizes, local_shape
 from maxbatch.models.layers import Outputs
@@ -93,7 +94,7 @@ def stage_residuals(
   if sizes["tensor"] > 1:
     twice = _vjp_leaves(*_with_twice_the_heads(parts, stage_input))
     axes = _name_changed_dims("heads", axes, leaves, twice)
-  if sizes["fsdp"] > 1:
+  if weight_groups(sizes) > 1:
     twice = _vjp_leaves(parts, rest, _with_twice_the_rows(stage_input))
     axes = _name_changed_dims("batch", axes, leaves, twice)
   if sizes["tensor"] > 1:

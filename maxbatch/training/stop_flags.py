@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxbatch.hardware.sharding import MESH_AXES
-
 
 def has_flags(mesh: Mesh) -> bool:
   """Returns whether the devices belong to several processes."""
@@ -38,7 +36,7 @@ def abstract_stop_flags(mesh: Mesh) -> jax.ShapeDtypeStruct | None:
 
 def stop_flags_sharding(mesh: Mesh) -> NamedSharding:
   """Returns the sharding of `stop_flags`."""
-  return NamedSharding(mesh, PartitionSpec(MESH_AXES))
+  return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 @functools.cache

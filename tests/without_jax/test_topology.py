@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maxbatch.batch.from_config import mesh_of as devices_of
 from maxbatch.batch.from_config import topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import MeshConfig
@@ -16,13 +17,14 @@ from maxbatch.errors import UserError
 
 _DEFAULT = load_config(["config=base"]).mesh
 _KEYS = [f"{kind}_{axis.key}_parallelism" for kind, axis in itertools.product(("ici", "dcn"), AXES)]
+_NOT_OPTIONAL = [key for key in _KEYS if "expert" not in key]
 axis_sizes = st.sampled_from([-1, 1, 2, 3, 4, 6, 8])
 
 
 def mesh_of(
   ici: tuple[int, ...] = (-1, 1, 1, 1), dcn: tuple[int, ...] = (1, 1, 1, 1)
 ) -> MeshConfig:
-  return dataclasses.replace(_DEFAULT, **dict(zip(_KEYS, ici + dcn, strict=True)))
+  return dataclasses.replace(_DEFAULT, **dict(zip(_NOT_OPTIONAL, ici + dcn, strict=True)))
 
 
 def message(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> str:
@@ -49,7 +51,9 @@ def test_products():
 def test_topologies_are_equal_whatever_their_mappings_say_and_leave_out():
   written = {Topology({"fsdp": 4, "data": 2, "stage": 1}), Topology.of(data=2, fsdp=4)}
   assert written == {Topology({name: {"data": 2, "fsdp": 4}.get(name, 1) for name in AXIS_NAMES})}
-  with pytest.raises(UserError, match="no mesh axis model; the axes are data, fsdp, tensor, stage"):
+  with pytest.raises(
+    UserError, match="no mesh axis model; the axes are data, fsdp, expert, tensor, stage"
+  ):
     Topology.of(model=2)
 
 
@@ -100,7 +104,7 @@ def test_slices_of_different_sizes_are_refused():
 
 
 @given(
-  st.tuples(*[axis_sizes] * 4), st.tuples(*[axis_sizes] * 4), st.integers(1, 24), st.integers(1, 6)
+  st.tuples(*[axis_sizes] * 5), st.tuples(*[axis_sizes] * 5), st.integers(1, 24), st.integers(1, 6)
 )
 def test_a_layout_uses_every_device_or_the_offered_example_does(ici, dcn, per_slice, slices):
   sizes = dict(zip(_KEYS, ici + dcn, strict=True))
@@ -110,13 +114,38 @@ def test_a_layout_uses_every_device_or_the_offered_example_does(ici, dcn, per_sl
       layout = topology(mesh, per_slice * slices, slices)
     except UserError as error:
       example = re.findall(r"(\w+)=(\d+)", str(error).partition("for example ")[2])
-      assert len(example) == len(AXES)
+      kind = example[0][0][:3]
+      assert len(example) == len(AXES) - (sizes[f"{kind}_expert_parallelism"] == 1)
       sizes |= {key: int(value) for key, value in example}
       continue
     assert layout.devices_per_slice == per_slice
     assert layout.num_slices == slices
     assert layout.num_devices == per_slice * slices
-    result = (*layout.ici.values(), *layout.dcn.values())
+    result = (each.get(axis.name, 1) for each in (layout.ici, layout.dcn) for axis in AXES)
     assert all(sizes[key] in (-1, size) for key, size in zip(_KEYS, result, strict=True))
     return
   pytest.fail("the offered examples did not work")
+
+
+def test_experts_are_divided_over_an_axis_that_is_there_only_with_devices():
+  layout = topology(dataclasses.replace(_DEFAULT, ici_expert_parallelism=4), 8)
+  assert layout.shape == {"data": 2, "fsdp": 1, "expert": 4, "tensor": 1, "stage": 1}
+  assert str(layout) == "data 2 × fsdp 1 × expert 4 × tensor 1 × stage 1"
+  assert (layout.num_batch_groups, layout.weight_groups) == (8, 4)
+  between = Topology.of(fsdp=2, expert=2).weight_groups, Topology({}, {"expert": 2}).weight_groups
+  assert between == (4, 2)
+  assert "expert" not in topology(_DEFAULT, 8).shape
+
+
+def test_experts_that_the_devices_do_not_divide_are_refused_with_keys_that_work():
+  keys = ["config=base", "num_experts=6", "ici_expert_parallelism=4", "ici_data_parallelism=2"]
+  config = load_config(keys)
+  with pytest.raises(UserError) as caught:
+    devices_of(config, 8)
+  assert str(caught.value) == (
+    "num_experts=6 must be a multiple of the devices over which whole experts are divided, "
+    "ici_expert_parallelism=4 × dcn_expert_parallelism=1 = 4; for example ici_expert_parallelism=2 "
+    "ici_data_parallelism=4"
+  )
+  offered = str(caught.value).partition("for example ")[2].split()
+  assert devices_of(load_config([*keys, *offered]), 8).shape["expert"] == 2

@@ -136,6 +136,9 @@ class MeshConfig(Section, heading="the mesh"):
   ici_fsdp_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
   """FSDP within a slice: devices over which parameters, gradients and optimizer state are sharded;
   raise it to save memory."""
+  ici_expert_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
+  """Expert parallelism within a slice: devices over which whole experts are divided, and the batch and
+  other weights as by FSDP (docs/mixture_of_experts.md)."""
   ici_tensor_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
   """Tensor parallelism within a slice: devices over which each matrix product is sharded."""
   ici_pipeline_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
@@ -144,6 +147,8 @@ class MeshConfig(Section, heading="the mesh"):
   """Data parallelism between slices, over the data center network."""
   dcn_fsdp_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
   """FSDP between slices, over the data center network."""
+  dcn_expert_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
+  """Expert parallelism between slices, over the data center network; rarely fast."""
   dcn_tensor_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
   """Tensor parallelism between slices, over the data center network; rarely fast."""
   dcn_pipeline_parallelism: PositiveOrUnset = key(1, CHANGEABLE)

@@ -359,6 +359,14 @@ def hidden_width(config: ModelConfig) -> float:
   return mixed if share == 1 else share * mixed + (1 - share) * config.base_mlp_dim
 
 
+def expert_parameters(config: ModelConfig) -> float:
+  """Returns the parameters of a layer's routed experts; 0 where there are none, and where layers differ
+  the average."""
+  matrices, share = 2 if config.mlp_activation == "gelu" else 3, mixture_share(config)
+  whole = config.num_experts * matrices * config.base_emb_dim * expert_width(config)
+  return whole if share == 1 else share * whole
+
+
 def idle_parameters(config: ModelConfig) -> float:
   """Returns the parameters of a layer that a token does not meet: of experts that it is not sent to;
   where layers differ, on average."""

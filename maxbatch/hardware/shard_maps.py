@@ -1,0 +1,230 @@
+"""Code that each device runs for its own rows, in shard_maps, where the compiler would shard it badly."""
+
+import functools
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from maxbatch.core.topology import BATCH_AXES, WEIGHT_AXES
+from maxbatch.hardware.sharding import LogicalAxes, auto_axes_spec, auto_axis_sizes
+
+Result = TypeVar("Result")
+
+
+def over_rows(
+  function: Callable[..., Result], stored: jax.Array, axes: LogicalAxes, *rows: jax.Array
+) -> Result:
+  """Runs `function(whole parameter, *rows)` on each device for its own rows: (B, …) → one or more
+  arrays (B, …).
+
+  For code that the compiler would shard badly over fsdp: gathers, for which it moves rows between
+  devices, and sums over tokens in a loop, which it all-reduces in every iteration. Here the
+  parameter is all-gathered once before, and its gradient reduced once after.
+
+  Args:
+    function: of the whole parameter and one device's rows.
+    stored: the parameter, in any sharding.
+    axes: its logical axes.
+    rows: arrays whose first dimension is the batch.
+  """
+  if not (names := _open_weight_axes()):
+    return function(stored, *rows)
+  place, dtype = _weight_spec(axes, stored.shape), stored.dtype
+  if not any(place):
+    # XLA's CPU compiler aborts on the all-reduce of its gradient in bfloat16.
+    stored = stored.astype(jnp.float32)
+
+  def local(part: jax.Array, *rows: jax.Array) -> Result:
+    return function(_gathered_along(part, place).astype(dtype), *rows)
+
+  return jax.shard_map(
+    local,
+    in_specs=(place, *(PartitionSpec(names) for _ in rows)),
+    out_specs=PartitionSpec(names),
+    axis_names=set(names),
+    check_vma=False,
+  )(stored, *rows)
+
+
+def by_device(
+  function: Callable[..., tuple[jax.Array, Any]],
+  parameters: Mapping[str, tuple[jax.Array, LogicalAxes]],
+  *rows: jax.Array,
+) -> tuple[jax.Array, Any]:
+  """Runs `function(parameters, *rows)` on each device for its own rows, experts, and part of a layer's
+  width.
+
+  For code that sorts and groups tokens, which the compiler would do for all devices' tokens at once.
+  Parameters are gathered along fsdp before, and their gradients are reduced after.
+
+  Args:
+    function: from parameters by name and one device's rows to an array (B, …), which is summed over
+      the devices that share the width, and a pytree of arrays (B, …) that are the same on these. It has
+      a part of the experts where it has fewer than there are; `ring_gathered` and `ring_summed` are for
+      these.
+    parameters: with their logical axes, of which `mlp` is the width, and a leading `expert` that of
+      arrays whose experts are divided.
+    rows: arrays whose first dimension is the batch.
+  """
+  sizes = auto_axis_sizes()
+  if rows[0].shape[0] % math.prod(sizes.get(name, 1) for name in BATCH_AXES):
+    sizes = dict.fromkeys(sizes, 1)
+  widths = [
+    size
+    for x, axes in parameters.values()
+    for axis, size in zip(axes, x.shape, strict=True)
+    if axis == "mlp"
+  ]
+  shares = 1 if any(width % sizes["tensor"] for width in widths) else sizes["tensor"]
+  used = {name for name in BATCH_AXES if sizes.get(name, 1) > 1}
+  used |= {"tensor"} if shares > 1 else set()
+  if not used:
+    return function({name: x for name, (x, _) in parameters.items()}, *rows)
+
+  def place(x: jax.Array, axes: LogicalAxes) -> PartitionSpec:
+    is_by_expert = axes[0] == "expert" and len(axes) > 1
+    axes = axes if is_by_expert else tuple(None if axis == "expert" else axis for axis in axes)
+    return _only(used, auto_axes_spec(axes, x.shape))
+
+  places = {name: place(*parameter) for name, parameter in parameters.items()}
+  dtypes = {name: x.dtype for name, (x, _) in parameters.items()}
+
+  def sent(name: str) -> jax.Array:
+    # XLA's CPU compiler aborts on the all-reduce of a gradient in bfloat16.
+    x = parameters[name][0]
+    divided = {name for names in places[name] for name in _names(names)}
+    return x.astype(jnp.float32) if used - {"data"} - divided else x
+
+  def local(parts: dict[str, jax.Array], *rows: jax.Array) -> tuple[jax.Array, Any]:
+    whole = {
+      name: _gathered_along(part, _whole_experts(places[name], parameters[name][1]))
+      for name, part in parts.items()
+    }
+    given = {name: x.astype(dtypes[name]) for name, x in whole.items()}
+    part, others = function(given, *(x[0] for x in rows))
+    return part[None], others
+
+  batch = PartitionSpec(tuple(name for name in BATCH_AXES if name in used) or None)
+  by_share = PartitionSpec("tensor" if shares > 1 else None, *batch)
+  # A copy for each share: so their gradients are summed out here, in whatever format they are.
+  copies = [jnp.broadcast_to(x[None], (shares, *x.shape)) for x in rows]
+  parts_, others = jax.shard_map(
+    local,
+    in_specs=(places, *(by_share for _ in rows)),
+    out_specs=(by_share, batch),
+    axis_names=used,
+    check_vma=False,
+  )({name: sent(name) for name in parameters}, *copies)
+  return parts_.sum(0), others
+
+
+def _whole_experts(place: PartitionSpec, axes: LogicalAxes) -> PartitionSpec:
+  """Returns along which dims a device's experts, or what all of them share, are gathered."""
+  return PartitionSpec(
+    *(names if axis == "embed" else None for names, axis in zip(place, axes, strict=True))
+  )
+
+
+def ring_gathered(x: jax.Array) -> jax.Array:
+  """Gathers arrays (B, …) of the devices that divide experts; the gradient is reduce-scattered."""
+  return _all_parts(x, 0, ("expert",))
+
+
+def ring_summed(x: jax.Array) -> jax.Array:
+  """Sums arrays (B, …) over the devices that divide experts, each of which keeps its own rows."""
+  return jax.lax.psum_scatter(x, "expert", scatter_dimension=0, tiled=True)
+
+
+def _gathered_along(part: jax.Array, place: PartitionSpec) -> jax.Array:
+  """Gathers the parts of an array that only one dim, if any, is divided along."""
+  for dim, names in enumerate(place):
+    if names:
+      return _all_parts(part, dim, _names(names))
+  return part
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _all_parts(part: jax.Array, dim: int, names: tuple[str, ...]) -> jax.Array:
+  """Gathers the parts over mesh axes along `dim`; the gradient is reduce-scattered."""
+  return jax.lax.all_gather(part, names, axis=dim, tiled=True)
+
+
+def _summed(x: jax.Array, dim: int | None, names: tuple[str, ...]) -> jax.Array:
+  """Sums over mesh axes: reduce-scattered along `dim`, or all-reduced if it is None."""
+
+  def plainly(x: jax.Array) -> jax.Array:
+    if dim is None:
+      return jax.lax.psum(x, names)
+    return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+
+  def in_float32(x: jax.Array) -> jax.Array:
+    return plainly(x.astype(jnp.float32)).astype(x.dtype)
+
+  # XLA's CPU compiler sums bfloat16 in float32, but aborts on sums that come from a shard_map.
+  return jax.lax.platform_dependent(x, cpu=in_float32, default=plainly)
+
+
+_all_parts.defvjp(
+  lambda part, dim, names: (_all_parts(part, dim, names), None),
+  lambda dim, names, _, gradient: (_summed(gradient, dim, names),),
+)
+
+
+def sum_over_rows(
+  function: Callable[..., tuple[jax.Array, jax.Array]],
+  axes: LogicalAxes,
+  shape: Sequence[int],
+  *rows: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Runs `function(*rows)` on each device for its own rows, and sums its first result over fsdp.
+
+  Args:
+    function: from one device's rows, arrays whose first dimension is the batch, to a sum over them
+      and an array (B, …).
+    axes: logical axes of the sum, which is returned in the table's sharding.
+    shape: of the sum.
+    rows: the rows of all devices.
+  """
+  if not (names := _open_weight_axes()):
+    return function(*rows)
+  place = _weight_spec(axes, shape)
+  dim = next((dim for dim, each in enumerate(place) if each), None)
+
+  def local(*rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    total, of_each = function(*rows)
+    return _summed(total, dim, names), of_each
+
+  return jax.shard_map(
+    local,
+    in_specs=PartitionSpec(names),
+    out_specs=(place, PartitionSpec(names)),
+    axis_names=set(names),
+    check_vma=False,
+  )(*rows)
+
+
+def _open_weight_axes() -> tuple[str, ...]:
+  """Returns the mesh axes that divide weights, with devices, and that no shard_map has taken."""
+  sizes = auto_axis_sizes()
+  return tuple(name for name in WEIGHT_AXES if sizes[name] > 1)
+
+
+def _weight_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+  """Returns the PartitionSpec of an array over the axes that divide weights alone."""
+  return _only(_open_weight_axes(), auto_axes_spec(axes, shape))
+
+
+def _only(kept: Container[str], place: PartitionSpec) -> PartitionSpec:
+  """Returns the spec with some of its mesh axes alone."""
+  return PartitionSpec(
+    *(tuple(name for name in _names(names) if name in kept) or None for names in place)
+  )
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+  """Returns the mesh axes in an entry of a PartitionSpec, which holds a single one as a string."""
+  return (entry,) if isinstance(entry, str) else entry or ()
