@@ -155,7 +155,8 @@ def test_the_probe_of_a_large_model_is_small(name):
 
 def test_every_option_is_probed_as_it_is_configured():
   sizes = {"vocab_size", "attention", "remat_policy"}
-  sizes |= {key for key in TINY if key.startswith("base_")} | {"head_dim"}
+  sizes |= {key for key in TINY if key.startswith("base_")} | {"head_dim", "kv_lora_rank"}
+  sizes |= {"qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
   model = config(**GPT2, use_qk_norm="true", dropout_rate=0.1, remat_policy="full").model
   small = dataclasses.asdict(coupling.tiny(model))
   given = dataclasses.asdict(model)
