@@ -317,3 +317,10 @@ def test_devices_of_a_ring_have_whole_experts_and_all_of_its_rows(monkeypatch):
     )
   assert seen == [(8 // 2 * T, (2, D, 12))]
   assert y.shape == (8, T, D)
+
+
+def test_squares_of_each_row_by_all_matrices_are_refused_with_what_works_instead():
+  settings = model_config(**EXPERTS)
+  with pytest.raises(UserError, match=r"gns=all .* num_experts=6 experts it cannot; .*gns=norm"):
+    build_model(settings, T, "all")
+  build_model(settings, T, "norm")

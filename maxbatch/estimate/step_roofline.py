@@ -310,12 +310,9 @@ def link_seconds(
   ring = groups // fsdp
   each = _ring_seconds(chip, groups, ways, crosses=weight_groups(mesh.dcn) > 1)
   of_experts = work.model.base_num_decoder_layers * expert_parameters(work.model) / ring
-  if ring == 1:
-    gathered = work.parameters * each
-  else:
-    # Whole experts are gathered by no device but those that hold them.
-    beside = _ring_seconds(chip, fsdp, ways * ring, crosses=mesh.dcn["fsdp"] > 1)
-    gathered = (work.parameters - of_experts * ring) * each + of_experts * beside
+  # Whole experts are gathered by no device but those that hold them.
+  beside = _ring_seconds(chip, fsdp, ways * ring, crosses=mesh.dcn["fsdp"] > 1)
+  gathered = (work.parameters - of_experts * ring) * each + of_experts * beside
   weights = gathered / ways * work.compute_bytes
   tokens = float(per_device * ways * work.length)
   sums = 6 if remat == "full" else 5 if remat == "minimal" else 4
