@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from maxbatch import train_rl
 from maxbatch.compile.program import capacity_bytes
 from maxbatch.compile.report_time import why_not_estimated
 from maxbatch.errors import UserError
@@ -145,6 +146,28 @@ def test_the_compiler_still_has_no_tables_of_gpus_before_hopper():
   """If this fails, XLA has them: let program.py ask for them."""
   with pytest.raises(jax.errors.JaxRuntimeError, match="sm_80"):
     written_microseconds("a100", "bfloat16", "bfloat16")
+
+
+@COMPILER
+@pytest.mark.parametrize("policy", ["auto", "explore"])
+def test_the_microbatch_is_chosen_for_gpus_that_are_not_here(tmp_path, capsys, policy: str):
+  keys = {"compile_topology": "a100-8", "base_num_decoder_layers": 1, "micro_batch_size": policy}
+  arguments = [one for one in command(tmp_path, batch_size=16, **keys) if "per_device" not in one]
+  assert main([*arguments, "compile_only=true"]) == 0
+  assert re.search(
+    "micro_batch_size auto: 2 samples" if policy == "auto" else "suggested global batches",
+    capsys.readouterr().out,
+  )
+  (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())
+  assert report["memory_bytes_per_device"]["capacity"] == GPUS["a100"].usable_bytes
+
+
+@COMPILER
+def test_reinforcement_learning_is_compiled_for_gpus_that_are_not_here(tmp_path):
+  keys = [f"base_output_directory={tmp_path}", "run_name=run", "base_num_decoder_layers=1"]
+  keys += ["config=configs/post_train/rl.yml", "compile_only=true", "compile_topology=h100-8"]
+  assert train_rl.main(keys) == 0
+  assert "NVIDIA H100" in (tmp_path / "run" / "compile_report.txt").read_text()
 
 
 @COMPILER
