@@ -200,7 +200,7 @@ def on_fewest_devices(
 
 def _ways(mesh: Mesh | None) -> int:
   """Returns the number of parts that a batch is divided into."""
-  return math.prod(mesh.shape[axis] for axis in LOGICAL_AXIS_RULES["batch"]) if mesh else 1
+  return math.prod(mesh.shape.get(axis, 1) for axis in LOGICAL_AXIS_RULES["batch"]) if mesh else 1
 
 
 def _filled_up(sampler: Sampler, prompts: Prompts) -> Prompts:
