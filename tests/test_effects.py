@@ -286,18 +286,16 @@ def ahead(config):
   return read_ahead(config.data)
 
 
-class Source:
-  """What stands in the source: for what only a run of several processes or a failure shows."""
-
-  text = "\n".join(
-    path.read_text()
-    for path in pathlib.Path(maxbatch.__file__).parent.rglob("*.py")
-    if "config" not in path.parts
-  )
+@functools.cache
+def used_names():
+  """What the source reads: for what only a run of several processes or a failure shows."""
+  files = pathlib.Path(maxbatch.__file__).parent.rglob("*.py")
+  text = "\n".join(path.read_text() for path in files if "config" not in path.parts)
+  return {read or quoted for read, quoted in re.findall(r"\.(\w+)\b(?! = )|\"(\w+)\"", text)}
 
 
 def is_used(name):
-  return re.search(rf"(\.{name}\b(?! = )|\"{name}\")", Source.text) is not None
+  return name in used_names()
 
 
 SMALL = "base_num_decoder_layers=2 base_emb_dim=8 head_dim=4 base_num_query_heads=2 base_num_kv_heads=2 base_mlp_dim=8"

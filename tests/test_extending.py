@@ -1,10 +1,14 @@
 """docs/extending.md is run as it stands: its files written, its tests and its trainings run."""
 
+import dataclasses
+import functools
 import importlib
 import inspect
 import pathlib
 import re
 import shlex
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from first_devices import use_first_devices
@@ -61,23 +65,50 @@ def run_tests(file: str, folder: pathlib.Path) -> int:
   return len(tests)
 
 
+def calls_of(plugin: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+  """Returns the list to which each call of a `module:attribute`, or of a function in it, is added."""
+  module_name, name = plugin.split(":")
+  module, calls = importlib.import_module(module_name), list[str]()
+
+  def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: object, **named: object) -> Any:
+      calls.append(plugin)
+      return function(*args, **named)
+
+    return call
+
+  found = getattr(module, name)
+  if isinstance(found, type):
+    monkeypatch.setattr(found, "__init__", counted(found.__init__))
+  elif callable(found):
+    monkeypatch.setattr(module, name, counted(found))
+  else:
+    functions = {field: value for field, value in vars(found).items() if callable(value)}
+    own = {field: counted(function) for field, function in functions.items()}
+    monkeypatch.setattr(module, name, dataclasses.replace(found, **own))
+  return calls
+
+
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_section_works_as_it_is_written(section, folder, capfd):
+def test_a_section_works_as_it_is_written(section, folder, capfd, monkeypatch):
   module, test = write_files(folder, section)
   pytest_command, train_command = commands(section)
   assert pytest_command == ["python", "-m", "pytest", test]
   assert run_tests(test, folder) == 1
   assert train_command[:3] == ["maxbatch", "train", "config=base"]
   given = train_command[3:]
-  assert any(f"{module.removesuffix('.py')}:" in argument for argument in given)
+  (plugin,) = re.findall(rf"{module.removesuffix('.py')}:\w+", " ".join(given))
   chosen = {argument.partition("=")[0] for argument in given}
   lengths = {"generate_length": 2 if "tokenizer" in section else 0}
   small = [f"{key}={value}" for key, value in (SMALL | lengths).items() if key not in chosen]
   if "batch_size" in chosen:
     small.remove("per_device_batch_size=1")
   paths = [f"base_output_directory={folder}", "dataset_path=text.txt", "dataset_cache_directory=."]
+  calls = calls_of(plugin, monkeypatch)
   code = train.main(["config=base", *small, *paths, *given])
   assert code == 0, capfd.readouterr()
+  assert calls, f"the run does not use {plugin}"
   last = read_metrics(folder / "first_run")[-1]
   assert last["step"] == 4
   if "a loss of the model's own" in section:

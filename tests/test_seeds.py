@@ -1,5 +1,6 @@
 """Every seed that is accepted is another one, up to the largest."""
 
+import functools
 import itertools
 
 import jax
@@ -17,12 +18,18 @@ from maxbatch.training.step import Trainer
 SEEDS = (0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)
 
 
-def first_weights(seed: int) -> np.ndarray:
-  settings = config(init_weights_seed=seed)
+@functools.cache
+def trainer() -> Trainer:
+  """The seed is an argument of its program."""
+  settings = config()
   model = build_model(settings.model, TINY["max_target_length"])
   optimizer = make_optimizer(settings.optimizer, model.axes(), 1)
-  trainer = Trainer(model, optimizer, mesh(), jax.random.key(0))
-  return np.asarray(trainer.init(settings.model.init_weights_seed).params["embedding"])
+  return Trainer(model, optimizer, mesh(), jax.random.key(0))
+
+
+def first_weights(seed: int) -> np.ndarray:
+  chosen = config(init_weights_seed=seed).model.init_weights_seed
+  return np.asarray(trainer().init(chosen).params["embedding"])
 
 
 def order(seed: int) -> np.ndarray:
