@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
+from maxbatch.batch.learning_rate import seesaw
 from maxbatch.batch.schedule_file import read_changes
-from maxbatch.batch.seesaw import seesaw
 from maxbatch.config.find import shown, user_path
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.registry import registered

@@ -18,9 +18,8 @@ from maxbatch.data.rows import Rows
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.sharding import replicated
 from maxbatch.training.evaluation import EvalStep, eval_shardings
-from maxbatch.training.state import TrainState
+from maxbatch.training.state import TrainState, stop_flags
 from maxbatch.training.step import Step, Trainer, rows_shardings
-from maxbatch.training.stop_flags import stop_flags
 
 SECONDS = 4.0
 """How long the repeats of one program take together, roughly, unless asked otherwise."""

@@ -228,7 +228,7 @@ def listed(inputs: ScheduleInputs) -> PhaseStarts:
 
 Build = Callable[[ScheduleInputs], PhaseStarts]
 SEESAW = "seesaw"
-"""The schedule that follows the learning rate's (batch/seesaw.py), in samples."""
+"""The schedule that follows the learning rate's (batch/learning_rate.py), in samples."""
 SCHEDULES: dict[str, Build] = {
   "constant": constant,
   "rampup": rampup,

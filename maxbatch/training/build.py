@@ -43,9 +43,8 @@ from maxbatch.training.metrics import chosen_metrics
 from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.objective import TEXT, Loss
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.state import Measures
+from maxbatch.training.state import Measures, abstract_stop_flags
 from maxbatch.training.step import Step, Trainer, step_function
-from maxbatch.training.stop_flags import abstract_stop_flags
 
 _KEPT = 8
 """Trainers, and programs of each kind, that this process keeps: one that trains several times, as

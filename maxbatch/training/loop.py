@@ -28,9 +28,8 @@ from maxbatch.training.job import LOSS_SCALE, RECORD, Job, StepLoader
 from maxbatch.training.loss_scaling import check_skips, scaling_record
 from maxbatch.training.metrics import by_name, token_values
 from maxbatch.training.noise_run import decided, decides
-from maxbatch.training.state import TrainState
+from maxbatch.training.state import TrainState, has_flags, stop_flags
 from maxbatch.training.step import StepMetrics
-from maxbatch.training.stop_flags import has_flags, stop_flags
 
 
 class Clock:

@@ -61,13 +61,14 @@ from maxbatch.training.state import (
   TrainState,
   abstract_state,
   from_saved,
+  has_flags,
   moved,
   shardings,
   state_beginner,
   state_initializer,
+  stop_flags_sharding,
   to_save,
 )
-from maxbatch.training.stop_flags import has_flags, stop_flags_sharding
 
 
 class NoiseSums(NamedTuple):
@@ -101,7 +102,7 @@ class StepMetrics(NamedTuple):
   wrong_row: jax.Array | tuple[jax.Array | None, ...] | None = None
   """int32: `first_wrong_row`; of a streamed step one for each dispatch."""
   stop: jax.Array | None = None
-  """int32: the largest of the processes' flags (training/stop_flags.py); None where one trains."""
+  """int32: the largest of the processes' flags (training/state.py); None where one trains."""
   scaling: ScalingMetrics | None = None
   """None where the loss is not scaled."""
 
@@ -113,7 +114,7 @@ Microbatches = np.int32 | TimetableArrays | Denominators | None
 Step = Callable[..., tuple[TrainState, StepMetrics]]
 """(state, rows, microbatches, learning_rate, stop_flags) → (state, metrics); the given state is donated.
 
-`stop_flags` are those of training/stop_flags.py.
+`stop_flags` are those of training/state.py.
 """
 POLICIES = "policies"
 """In what is saved: parameters of earlier steps that train, the oldest first."""
