@@ -19,8 +19,7 @@ from maxbatch.compile import cache
 from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.config.declare import FLOAT32, INT32, FileName, Positive, Range, Seed
 from maxbatch.config.find import shown
-from maxbatch.config.heads import cached_numbers
-from maxbatch.config.schema import Config, RunConfig
+from maxbatch.config.schema import Config, RunConfig, cached_numbers
 from maxbatch.conversion.beside import origin_of
 from maxbatch.conversion.source import Source, find_source, open_source
 from maxbatch.data.registry import build_tokenizer

@@ -11,9 +11,9 @@ from support import config, mesh, model_config, uneven_rows
 
 import maxbatch as mb
 from maxbatch.compile.traced_flops import model_flops_per_token, step_flops
-from maxbatch.config.heads import attention_width
 from maxbatch.config.keys.model import idle_parameters
 from maxbatch.config.load import load_config, without_effect
+from maxbatch.config.schema import attention_width
 from maxbatch.errors import UserError
 from maxbatch.estimate.step_work import step_work
 from maxbatch.models.attention import AttentionContext

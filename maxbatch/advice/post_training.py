@@ -16,8 +16,7 @@ from maxbatch.advice.words import DAY, percent, short, span, wrapped
 from maxbatch.batch_rules.post_training import CHOICES, EQUAL_GENERATIONS
 from maxbatch.command_line.screen import Table
 from maxbatch.config.find import shown, user_path
-from maxbatch.config.heads import cached_numbers
-from maxbatch.config.schema import Config
+from maxbatch.config.schema import Config, cached_numbers
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
 from maxbatch.estimate.step_work import StepWork, step_work

@@ -23,9 +23,8 @@ from maxbatch.config.schema import (
   RLConfig,
   RunConfig,
 )
-from maxbatch.core import make_plan
 from maxbatch.core.keys import BatchKeys, GivenSizes, text
-from maxbatch.core.make_plan import derive
+from maxbatch.core.make_plan import derive, plan
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.core.schedule import (
   SCHEDULES,
@@ -203,7 +202,7 @@ def eval_plan(
   """
   micro_batch = per_device * topology.num_devices
   count = max(1, math.ceil(run.eval_samples / micro_batch))
-  return make_plan.plan(
+  return plan(
     micro_batch_size=per_device,
     gradient_accumulation_steps=count,
     steps=1,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from maxbatch.config.heads import attention_width
+from maxbatch.config.schema import attention_width
 from maxbatch.estimate.flops import CUDNN_PRODUCTS, SPLASH_PRODUCTS, attention_pairs
 from maxbatch.estimate.step_work import tokens_seen
 from maxbatch.models.attention import sliding_layers

@@ -3,11 +3,17 @@
 A step is one dispatch (fused), or one for each microbatch (streamed), whose sums optax.MultiSteps
 adds up. Both divide once, by the whole step's divisor. (MultiSteps' own mean is a mean of means:
 wrong where microbatches have different numbers of tokens.)
+
+A group of parameters can have a batch of its own: an update of theirs sums the gradients of several
+steps (`by_group`), and the divisors of those steps beside them. Divided once, they are the mean over all
+their samples: that of one batch as large as these together, but for what other groups learn meanwhile.
+Each group is clipped and updated by itself. What has not come to its group's last step when a run ends
+is not applied.
 """
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax
@@ -15,8 +21,10 @@ import jax.numpy as jnp
 import optax
 
 from maxbatch.core.accumulate import Accumulate, Squares, divisor, objective
-from maxbatch.core.group_steps import StepsOf, by_group, quotient
 from maxbatch.core.terms import Loss, Stats, Terms, joined, zeros_of
+
+StepsOf = Callable[[Any], Any]
+"""From a tree like the parameters' to the steps of each leaf's group."""
 
 
 class Sums(NamedTuple):
@@ -54,11 +62,26 @@ class StepResult(NamedTuple):
   """What `reduce` returns besides."""
 
 
+class GroupState(NamedTuple):
+  """What a group has of its update so far."""
+
+  multi_steps: optax.MultiStepsState
+  divisor: jax.Array
+  """float32: of the gradients summed so far."""
+
+
 class DivideState(NamedTuple):
   """What the last division saw."""
 
   grad_norm: jax.Array
   """float32: global norm of the divided gradient, before clipping."""
+
+
+def quotient(updates: Any, divisor: jax.Array) -> Any:
+  """Returns sums divided by `divisor`."""
+  # A step of padding alone has divisor 0 and gradient 0: its mean is 0, not NaN.
+  by = jnp.where(divisor == 0, 1.0, divisor)
+  return jax.tree.map(lambda g: g / by, updates)
 
 
 def divide(*, measures: bool = False) -> optax.GradientTransformationExtraArgs:
@@ -144,6 +167,58 @@ def step_optimizer(
   )
   every_k: optax.Schedule = dispatches if callable(dispatches) else lambda updates: dispatches
   return StepOptimizer(optax.MultiSteps(inner, dispatches, use_grad_mean=False), every_k)
+
+
+def by_group(
+  rule: optax.GradientTransformation, steps_of: StepsOf, steps: Collection[int]
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the rule for each group by itself, on its mean gradient.
+
+  Args:
+    rule: what follows the division.
+    steps_of: the steps of each parameter's group.
+    steps: all that there are.
+  """
+  rules: dict[Hashable, optax.GradientTransformation] = {
+    _name(each): _over_steps(rule, each) for each in steps
+  }
+  return optax.partition(rules, lambda tree: jax.tree.map(_name, steps_of(tree)))
+
+
+def _name(steps: int) -> str:
+  return f"every_{steps}"
+
+
+def _divided() -> optax.GradientTransformationExtraArgs:
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    del params
+    return quotient(updates, extra["divisor"]), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def _over_steps(
+  rule: optax.GradientTransformation, steps: int
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the rule on the mean gradient of `steps` steps, with updates of 0 until the last."""
+  rule = optax.with_extra_args_support(optax.chain(_divided(), rule))
+  if steps == 1:
+    return rule
+  rule = optax.conditionally_transform(
+    rule, lambda step, *, ends_group, **extra: ends_group, forward_extra_args=True
+  )
+  multi_steps = optax.MultiSteps(rule, steps, use_grad_mean=False)
+
+  def init(params: Any) -> GroupState:
+    return GroupState(multi_steps.init(params), jnp.zeros((), jnp.float32))
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, GroupState]:
+    total, last = state.divisor + extra["divisor"], state.multi_steps.mini_step == steps - 1
+    extra |= {"divisor": total, "ends_group": last}
+    updates, inner = multi_steps.update(updates, state.multi_steps, params, **extra)
+    return updates, GroupState(inner, jnp.where(last, 0.0, total))
+
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 class Reduce(Protocol):

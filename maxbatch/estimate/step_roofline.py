@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.config.heads import query_dim
 from maxbatch.config.keys.model import expert_parameters, hidden_width
+from maxbatch.config.schema import query_dim
 from maxbatch.core.topology import Topology, weight_groups
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.compiled_steps import CompiledStep, compiled_step

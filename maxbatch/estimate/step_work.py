@@ -14,9 +14,14 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.config.heads import attention_matrices, attention_width, query_dim
 from maxbatch.config.keys.model import hidden_width, idle_parameters, mixture_share
-from maxbatch.config.schema import Config, ModelConfig
+from maxbatch.config.schema import (
+  Config,
+  ModelConfig,
+  attention_matrices,
+  attention_width,
+  query_dim,
+)
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
 from maxbatch.hugging_face.model_keys import layer_types

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxbatch.config.heads import is_latent, query_dim, rotated_dim
-from maxbatch.config.schema import ModelConfig
+from maxbatch.config.schema import ModelConfig, is_latent, query_dim, rotated_dim
 from maxbatch.hardware.sharding import constrain
 from maxbatch.hugging_face.model_keys import layer_types
 from maxbatch.models import flash

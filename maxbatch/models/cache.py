@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxbatch.config.heads import query_dim, value_dim
-from maxbatch.config.schema import ModelConfig
+from maxbatch.config.schema import ModelConfig, query_dim, value_dim
 from maxbatch.hardware.sharding import constrain
 from maxbatch.precision.policy import PLAIN, Policy
 

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from maxbatch.config.heads import is_latent
-from maxbatch.config.schema import ModelConfig
+from maxbatch.config.schema import ModelConfig, is_latent
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
 from maxbatch.hardware.sharding import auto_axes_spec

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.heads import is_latent, rotated_dim
-from maxbatch.config.schema import ModelConfig
+from maxbatch.config.schema import ModelConfig, is_latent, rotated_dim
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.shard_maps import over_rows

@@ -22,10 +22,9 @@ from maxbatch.compile import cache
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.compile.step_file import check_saves
-from maxbatch.config.heads import attention_width
 from maxbatch.config.keys.model import hidden_width
 from maxbatch.config.load import without_effect
-from maxbatch.config.schema import Config
+from maxbatch.config.schema import Config, attention_width
 from maxbatch.core.keys import counted, text
 from maxbatch.core.phases import Position
 from maxbatch.core.plan import BatchPlan

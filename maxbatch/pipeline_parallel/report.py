@@ -5,9 +5,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from maxbatch.command_line.screen import Table, section
-from maxbatch.config.heads import attention_matrices
 from maxbatch.config.keys.model import hidden_width
-from maxbatch.config.schema import Config, ModelConfig
+from maxbatch.config.schema import Config, ModelConfig, attention_matrices
 from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
