@@ -302,7 +302,7 @@ def build_model(
   if probes == "all" and config.num_experts > 1:
     raise UserError(
       f"gns=all squares the gradient of each row by every matrix, and by those of num_experts="
-      f"{config.num_experts} experts it cannot; for example gns=norm, or gns_from_microbatches=true"
+      f"{config.num_experts} experts it cannot; for example gns=off gns_from_microbatches=true"
     )
   chosen = model_named(config)
   model = _built(chosen, config, max_target_length, probes, tuple(trainable), policy)

@@ -74,6 +74,7 @@ def build_trainer(
   """
   _check_vocabulary(config)
   _check_offloading(config, devices[0].platform)
+  _check_calibration(config)
   length = config.batch.max_target_length
   policy = policy_of(config.precision)
   model_config = resolve_attention(config.model, length, devices[0], policy.compute)
@@ -135,6 +136,16 @@ def _trainer(
     compiler_flags=flags,
     optimizer_on_host=optimizer.optimizer_memory_host_offload,
   )
+
+
+def _check_calibration(config: Config) -> None:
+  experts, every = config.model.num_experts, config.noise.gns_calibrate_every
+  if config.noise.gns == "norm" and every and experts > 1:
+    raise UserError(
+      f"gns=norm measures all matrices in every gns_calibrate_every={every}th step, and those of "
+      f"num_experts={experts} experts cannot be; for example gns_calibrate_every=0, which measures the "
+      "normalization layers alone, or gns_from_microbatches=true"
+    )
 
 
 def _check_rounding(model: Model) -> None:
