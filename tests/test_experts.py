@@ -321,6 +321,8 @@ def test_devices_of_a_ring_have_whole_experts_and_all_of_its_rows(monkeypatch):
 
 def test_squares_of_each_row_by_all_matrices_are_refused_with_what_works_instead():
   settings = model_config(**EXPERTS)
-  with pytest.raises(UserError, match=r"gns=all .* num_experts=6 experts it cannot; .*microbatches"):
+  with pytest.raises(
+    UserError, match=r"gns=all .* num_experts=6 experts it cannot; .*microbatches"
+  ):
     build_model(settings, T, "all")
   build_model(settings, T, "norm")
