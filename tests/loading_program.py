@@ -20,13 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numbered_rows import NumberedRows
 
 from maxbatch.batch.row_plan import StepRows
-from maxbatch.core.topology import AXIS_NAMES, Topology
+from maxbatch.core.topology import Topology
 from maxbatch.data.loader import train_loader
 from maxbatch.data.placement import RowPlacement, WrongRowError
 from maxbatch.data.rows import Arrays, Rows, first_wrong_row
 from maxbatch.hardware.sharding import make_mesh
 
 NUM_DEVICES = 4
+AXES = ("data", "fsdp", "tensor", "stage")
 STAGE = RowPlacement.stage
 
 
@@ -59,7 +60,7 @@ def inject(process: int, step: int, fault: str) -> None:
 
 def steps_of(case: dict[str, Any]) -> Iterator[Rows | WrongRowError]:
   """The rows of the case's steps; an error from where this process has found a wrong row on."""
-  mesh = make_mesh(Topology(dict(zip(AXIS_NAMES, case["axes"], strict=True))), jax.devices())
+  mesh = make_mesh(Topology(dict(zip(AXES, case["axes"], strict=True))), jax.devices())
   mock.patch.stopall()
   if "fault" in case:
     inject(*case["fault"])

@@ -178,10 +178,12 @@ def _plain_gradients(
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Puts NaN into everything that an idle stage could read."""
+  """Puts NaN into everything that an idle stage could read, and what it writes too."""
   monkeypatch.setattr(tick, "_blank", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 
-  def read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    return jnp.where(slot == len(buffer) - 1, jnp.nan, buffer[slot])
+  def write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
+    return buffer.at[slot].set(
+      jnp.where(slot == len(buffer) - 1, jnp.nan, value).astype(buffer.dtype)
+    )
 
-  monkeypatch.setattr(tick, "_read", read)
+  monkeypatch.setattr(tick, "_write", write)

@@ -21,7 +21,7 @@ from support import (
 )
 
 from maxbatch.data.rows import Rows
-from maxbatch.models import transformer
+from maxbatch.models import stacks
 from maxbatch.models.registry import Model, build_model
 from maxbatch.precision.formats import BFLOAT16
 from maxbatch.precision.policy import Policy
@@ -264,8 +264,8 @@ def test_memory_is_flat_in_the_number_of_microbatches(model):
 def test_fsdp_keeps_no_gathered_parameters_for_the_backward_pass(monkeypatch):
   keys = {"base_num_decoder_layers": 6, "base_mlp_dim": 512}
   gathers, temporary = [], []
-  for policy in (transformer.remat_policy, lambda config: None):
-    monkeypatch.setattr(transformer, "remat_policy", policy)
+  for policy in (stacks.remat_policy, lambda config: None):
+    monkeypatch.setattr(stacks, "remat_policy", policy)
     summing_once.cache_clear()
     deep = build_model(model_config(**keys), T)
     lowered = lowered_sums(deep, uneven_rows(8, T), 1, (1, 8, 1), 1)

@@ -144,7 +144,7 @@ def test_what_cannot_be_compared_is_refused(script: ModuleType, tmp_path: pathli
   for given, words in (
     ([], "ours is either --hlo"),
     (["--hlo", str(text)], "add --chip"),
-    (["--hlo", str(text), "--chip", "v5e"], "no HLO text"),
+    (["--hlo", str(text), "--chip", "v5e"], "not HLO text"),
     (["--hlo", str(tmp_path / "none"), "--chip", "v5e"], "cannot be read"),
     (["--hlo", str(tmp_path), "--chip", "v5e"], "xla_dump_to"),
   ):

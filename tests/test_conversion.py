@@ -308,7 +308,7 @@ def _index(content: str) -> Callable[[pathlib.Path], None]:
 @pytest.mark.parametrize(
   ("tensors", "config", "change", "message"),
   [
-    (without(UP), {}, None, f"there is no tensor {UP}, which a model of type llama has"),
+    (without(UP), {}, None, f"tensor {UP} is missing, which a model of type llama has"),
     (llama_tensors() | {"extra": np.ones(3)}, {}, None, "the tensor extra would be left over"),
     (
       None,

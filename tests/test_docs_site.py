@@ -63,8 +63,6 @@ def test_a_dead_link_and_a_page_that_is_not_in_the_index_are_found(checkout):
   assert done.returncode != 0
   for name in ("no-such-heading", "no_such_page.md", "forgotten.md"):
     assert name in done.stderr
-  # And nothing else is.
-  assert "Aborted with 3 warnings" in done.stderr
 
 
 def test_the_index_is_the_questions():

@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from tiny_model import GEMMA_LIKE, loud_parameters, random_rows, tiny_model
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig
-from maxbatch.core.topology import AXIS_NAMES
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
+from maxbatch.hardware.sharding import make_mesh
 from maxbatch.models import flash
 from maxbatch.models.cache import dot_product_attention
 from maxbatch.precision.formats import BFLOAT16, FORMATS
@@ -287,7 +288,7 @@ def test_layers_of_two_kinds_take_two_kernels(monkeypatch: pytest.MonkeyPatch):
     return KERNELS["gpu"](q_BTNH, k_BSKH, v_BSKH, ids_BT, window)
 
   monkeypatch.setitem(flash.KERNELS, "cpu", kernel)
-  mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1, 1), AXIS_NAMES)
+  mesh = make_mesh(Topology.of(fsdp=2), jax.devices()[:2])
   rows, results = random_rows(2)._replace(segment_ids=segments(2, 12)), []
   for attention in ("flash", "dot_product"):
     tiny = tiny_model(*GEMMA_LIKE, "attn_logits_soft_cap=0", f"attention={attention}")
@@ -315,7 +316,9 @@ def test_devices_with_their_own_rows_and_heads_equal_one(
   sizes: tuple[int, int, int, int], N: int, K: int
 ):
   """Under a mesh, and inside a shard_map over data as in the step; gradients too."""
-  mesh = Mesh(np.array(jax.devices()).reshape(sizes), AXIS_NAMES, axis_types=(AxisType.Auto,) * 4)
+  data, fsdp, tensor, stage = sizes
+  topology = Topology.of(data=data, fsdp=fsdp, tensor=tensor, stage=stage)
+  mesh = make_mesh(topology, jax.devices())
   arrays, ids_BT = operands(N, K, 128, B=8), segments(8, 128)
 
   def attend(q_BTNH, k_BSKH, v_BSKH, ids_BT):
@@ -339,7 +342,7 @@ def test_devices_with_their_own_rows_and_heads_equal_one(
 
 def test_without_a_mesh_nothing_is_known_of_the_devices():
   """A sample of text is written without one, so the model must multiply matrices there."""
-  mesh = Mesh(np.array(jax.devices()).reshape(8, 1, 1, 1), AXIS_NAMES)
+  mesh = make_mesh(Topology.of(data=8), jax.devices())
   assert not flash.has_devices()
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     assert flash.has_devices()

@@ -222,7 +222,7 @@ def test_jax_takes_a_share_of_a_gpu_that_is_not_here(monkeypatch):
   assert capacity_bytes(there, 0) == pytest.approx(0.9 * total, abs=2)
   assert capacity_bytes(there, 2) == 2 * 2**30
   monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
-  with pytest.raises(UserError, match="XLA_PYTHON_CLIENT_MEM_FRACTION=most is no share"):
+  with pytest.raises(UserError, match="XLA_PYTHON_CLIENT_MEM_FRACTION=most must be a fraction"):
     capacity_bytes(there, 0)
 
 

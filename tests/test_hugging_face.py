@@ -102,7 +102,7 @@ REFUSALS = {
   "a rope type": (
     {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     'rope_scaling={"type": "dynamic", "factor": 2.0}: rope_type dynamic not supported; what works: '
-    "default, linear, llama3",
+    "default, linear, llama3, yarn",
   ),
   "half a rope scaling": (
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}},

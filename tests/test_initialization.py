@@ -203,7 +203,7 @@ def test_runs_that_moved_together_find_each_other(tmp_path):
   there.mkdir(parents=True)
   note = {"folder": "/nowhere/runs/base/checkpoints/4"}
   assert frozen_folder(note, tmp_path / "runs" / "tuned") == there
-  with pytest.raises(UserError, match="which does not exist; put it back, or say where it is now"):
+  with pytest.raises(UserError, match="which does not exist; put it back, or say where it is, "):
     frozen_folder(note, tmp_path / "others" / "tuned")
 
 

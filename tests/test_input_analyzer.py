@@ -205,7 +205,7 @@ def test_of_data_that_take_too_long_to_tokenize_a_part_is_measured(tmp_path):
     num_rows = len(part.rows)
   assert not (tmp_path / "cache").exists()
   with (
-    pytest.raises(UserError, match=r"even a part of it takes longer .* for example seconds=600"),
+    pytest.raises(UserError, match=r"even a part of it exceeds .* for example seconds=600"),
     rows_to_measure(data, 16, report, 1e-3),
   ):
     pass
@@ -335,7 +335,7 @@ def test_a_report_whose_speed_is_none_is_refused(tmp_path, speed):
     (["compile_report=/absent"], "compile_report=/absent: No such file or directory; for example"),
     (["compile_report=/etc/hostname"], "this is not a report with a step's time; for example"),
     (["run_metrics=a", "compile_report=b"], "one of them says what the step consumes"),
-    (["num_devices=64"], "names devices that are not here"),
+    (["num_devices=64"], "names devices that this machine does not have"),
     # Before the step is compiled.
     (["num_hosts=3"], "num_hosts=3 must divide the 8 devices evenly; for example num_hosts=2"),
     (["num_hosts=4", "tasks_per_node=3"], "tasks_per_node=3 must divide the 4 processes"),

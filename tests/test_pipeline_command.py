@@ -211,7 +211,7 @@ ERRORS = {
   ("--plot", "steps=3"): "--plot steps=3: name a file; for example --plot pipeline.html",
   ("--svg", "a.svg"): "--svg is called --plot now; --help says what it does",
   ("--trace", "no/such/a.json"): (
-    "--trace no/such/a.json: cannot be written: No such file or directory"
+    "--trace no/such/a.json: cannot be written: No such file or directory; for example --trace new-a.json"
   ),
   ("--check", "no.csv"): "--check no.csv: cannot be read: No such file or directory",
   ("pipeline_schedule=none", "--csv", "a.csv"): (

@@ -25,11 +25,12 @@ from maxbatch.batch.host_loads import (
 from maxbatch.batch.row_plan import StepTable, columns_of_blocks, dispatches
 from maxbatch.config.load import load_config
 from maxbatch.core.plan import BatchPlan, Position
-from maxbatch.core.topology import AXIS_NAMES, Topology
+from maxbatch.core.topology import Topology
 from maxbatch.data.reading import ReadPlan
 
 CONFIG = load_config(["config=base"])
 NUM_DEVICES = 8
+AXIS_NAMES = ("data", "fsdp", "tensor", "stage")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Setup:
 
   processes: int
   axes: tuple[int, int, int, int]
-  """data, fsdp, tensor, stage"""
+  """The sizes of `AXIS_NAMES`."""
   accumulation: int
   streamed: bool
   factor: Fraction

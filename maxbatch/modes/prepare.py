@@ -100,8 +100,8 @@ def purpose_of(config: Config, arguments: Sequence[str] = ()) -> Purpose:
       keys.compile_topology, keys.compile_topology_num_slices
     )  # Refuses what is no slice.
     raise UserError(
-      f"compile_topology={keys.compile_topology} names devices that are not here, on which nothing "
-      "can run; compile for them with compile_only=true, or check with validate_only=true"
+      f"compile_topology={keys.compile_topology} names devices that this machine does not have, "
+      "so nothing can run on them; compile for them with compile_only=true, or check with validate_only=true"
     )
   if keys.compiled_step and (instead or keys.save_compiled_step):
     other = "save_compiled_step" if keys.save_compiled_step else "compile_only or validate_only"
