@@ -1,6 +1,7 @@
 """Sample text: every shipped model trains and writes some, and what it writes moves no cursor."""
 
 import pathlib
+from typing import Any
 
 import pytest
 from first_devices import use_first_devices
@@ -13,11 +14,24 @@ from maxbatch.hugging_face.registry import family_for
 from maxbatch.modes import summary
 from maxbatch.train import main
 
+_LATENT = {
+  "attention_type": "mla",
+  "kv_lora_rank": 8,
+  "qk_nope_head_dim": 6,
+  "qk_rope_head_dim": 4,
+  "v_head_dim": 6,
+  "base_moe_mlp_dim": 12,
+  "first_num_dense_layers": 1,
+}
+"""Instead of heads' sizes, where attention is by latent vectors."""
 PROMPT = "def longer_than_a_row(of, 16, tokens):"
 
 
 def shrunk(name: str) -> dict[str, object]:
-  sizes = SIZES.get(name, SIZES["llama2-7b"])
+  sizes: dict[str, Any] = dict(SIZES.get(name, SIZES["llama2-7b"]))
+  if load_config(["config=base", f"model_name={name}"]).model.attention_type == "mla":
+    del sizes["head_dim"]
+    sizes |= _LATENT
   return {"model_name": name, **sizes, "vocab_size": 259, "base_emb_dim": 32}
 
 
