@@ -20,18 +20,21 @@ _LATENT = {
   "qk_nope_head_dim": 6,
   "qk_rope_head_dim": 4,
   "v_head_dim": 6,
-  "base_moe_mlp_dim": 12,
   "first_num_dense_layers": 1,
 }
 """Instead of heads' sizes, where attention is by latent vectors."""
+_EXPERTS = {"num_experts": 16, "base_moe_mlp_dim": 12}
 PROMPT = "def longer_than_a_row(of, 16, tokens):"
 
 
 def shrunk(name: str) -> dict[str, object]:
   sizes: dict[str, Any] = dict(SIZES.get(name, SIZES["llama2-7b"]))
-  if load_config(["config=base", f"model_name={name}"]).model.attention_type == "mla":
+  published = load_config(["config=base", f"model_name={name}"]).model
+  if published.attention_type == "mla":
     del sizes["head_dim"]
     sizes |= _LATENT
+  if published.num_experts > 1:
+    sizes |= _EXPERTS
   return {"model_name": name, **sizes, "vocab_size": 259, "base_emb_dim": 32}
 
 
