@@ -10,6 +10,8 @@ from initial_states import initial_state, random_parameters
 from support import SMALLEST, config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.batch.from_config import mesh_of, plan_batches
+from maxbatch.checkpoints.checkpointer import Checkpointer, Position
+from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.experts import BALANCE, LOAD
 from maxbatch.models.registry import Parameters, build_model
@@ -56,14 +58,16 @@ def parameters(balance: str) -> Parameters:
   return made
 
 
-def stepped(parts: Trainer, k: int, balance: str) -> tuple[Parameters, StepMetrics]:
+def stepped(
+  parts: Trainer, k: int, begun: Parameters, rows: Rows | None = None
+) -> tuple[Parameters, StepMetrics]:
   """The parameters after a step of k microbatches, and what it reports."""
-  fed = in_microbatches(uneven_rows(ROWS, T), k, k)
+  fed = in_microbatches(rows or uneven_rows(ROWS, T), k, k)
   pieces = [fed]
   if parts.streamed:
     pieces = [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)]
   pieces = [jax.device_put(piece, rows_shardings(piece, parts.mesh)) for piece in pieces]
-  state, metrics = initial_state(parts, parameters(balance)), None
+  state, metrics = initial_state(parts, begun), None
   of_step = parts.microbatches(k, parts.denominators(pieces, state.parameters))
   function = step_function(parts, pieces[0])
   for piece in pieces:
@@ -73,7 +77,7 @@ def stepped(parts: Trainer, k: int, balance: str) -> tuple[Parameters, StepMetri
 
 @functools.cache
 def whole(balance: str) -> tuple[Parameters, StepMetrics]:
-  return stepped(trainer(**BALANCES[balance]), 1, balance)
+  return stepped(trainer(**BALANCES[balance]), 1, parameters(balance))
 
 
 def assert_same(found: tuple[Parameters, StepMetrics], balance: str) -> None:
@@ -114,21 +118,22 @@ def error(found: Parameters, expected: Parameters) -> float:
 
 
 @pytest.mark.parametrize(
-  ("axes", "k", "streamed", "balance"),
+  ("axes", "k", "streamed", "balance", "remat_policy"),
   [
-    ((2, 2, 2), 3, False, "bias"),
-    ((1, 1, 1), 3, True, "bias"),
-    ((2, 2, 2), 3, False, "global"),
-    ((1, 2, 1), 3, True, "global"),
-    ((2, 1, 1), 2, False, "last_step"),
-    ((2, 1, 2, 1, 2), 3, False, "bias"),
-    ((1, 2, 1, 1, 2), 3, True, "global"),
-    ((1, 1, 1, 1, 4), 2, False, "last_step"),
+    ((2, 2, 2), 3, False, "bias", "full"),
+    ((1, 1, 1), 3, True, "bias", "none"),
+    ((2, 2, 2), 3, False, "global", "none"),
+    ((1, 2, 1), 3, True, "global", "none"),
+    ((2, 1, 1), 2, False, "last_step", "none"),
+    ((2, 1, 2, 1, 2), 3, False, "bias", "none"),
+    ((1, 2, 1, 1, 2), 3, True, "global", "full"),
+    ((1, 1, 1, 1, 4), 2, False, "last_step", "minimal"),
   ],
 )
-def test_any_split_trains_as_the_whole_batch(axes, k, streamed, balance):
-  parts = trainer(axes, k if streamed else 0, **BALANCES[balance])
-  assert_same(stepped(parts, k, balance), balance)
+def test_any_split_trains_as_the_whole_batch(axes, k, streamed, balance, remat_policy):
+  """What recomputes activations counts no token again."""
+  keys = BALANCES[balance] | {"remat_policy": remat_policy}
+  assert_same(stepped(trainer(axes, k if streamed else 0, **keys), k, parameters(balance)), balance)
 
 
 def test_a_bias_moves_by_the_sign_of_what_is_missing():
@@ -161,11 +166,57 @@ def test_two_passes_minimize_the_loss_of_the_whole_step():
   assert metrics.metrics["moe/load/0"] == pytest.approx(last.metrics["moe/load/0"])
 
 
-def test_what_a_step_writes_is_saved():
-  parts = trainer(**BALANCES["bias"])
-  saved = parts.to_save(initial_state(parts, parameters("bias")))
-  restored = parts.from_saved(saved).params["layers"]["mlp"]["router"]["bias"]
-  np.testing.assert_array_equal(restored, parameters("bias")["layers"]["mlp"]["router"]["bias"])
+# --- checkpoints and skipped steps ----------------------------------------------------------------
+
+BOTH = {**BALANCES["bias"], **BALANCES["last_step"], "opt_type": "adamw"}
+"""With a bias and a load in the state, and moments of all that is trained."""
+
+
+def test_a_checkpoint_goes_to_any_number_of_devices_that_divide_experts(tmp_path):
+  """Parameters, optimizer's state, biases and loads, bit for bit."""
+  written = trainer((1, 2, 1, 1, 4), **BOTH)
+  random = np.random.default_rng(0)
+  saved = jax.tree.map(
+    lambda x: jax.device_put(random.normal(size=x.shape).astype(x.dtype), x.sharding),
+    written.abstract_saved,
+  )
+  kernel = saved["params"]["layers"]["mlp"]["experts"]["up"]["kernel"]
+  assert {shard.data.shape[1] for shard in kernel.addressable_shards} == {1}
+  keys = config(checkpoint_period=1).checkpoint
+  with Checkpointer(tmp_path, keys, {}) as checkpointer:
+    checkpointer.save(saved, Position(step=1, samples=ROWS), {})
+  others = [trainer(axes, **BOTH) for axes in ((), (1, 1, 1, 1, 2), (2, 1, 2, 1, 2))]
+  for other in (*others, pipelined("interleaved_1f1b", 2, 1, 2, **BOTH)):
+    with Checkpointer(tmp_path, keys, {}) as checkpointer:
+      found = checkpointer.restore(other.abstract_saved)
+    assert found is not None
+    again = other.to_save(other.from_saved(found.state))
+    for (path, leaf), expected in zip(
+      jax.tree.leaves_with_path(again), jax.tree.leaves(saved), strict=True
+    ):
+      assert np.asarray(leaf).tobytes() == np.asarray(expected).tobytes(), (other.mesh, path)
+
+
+@pytest.mark.parametrize(("expert", "streamed"), [(2, False), (1, True)])
+def test_a_skipped_step_moves_neither_bias_nor_load(expert, streamed):
+  keys = {**BOTH, "precision": "float16", "initial_loss_scale": 64, "opt_type": "sgd"}
+  keys |= {"ici_expert_parallelism": expert, "accumulation": "streamed" if streamed else "fused"}
+  settings = config(**SIZES | keys, global_batch_to_train=ROWS, gradient_accumulation_steps=3)
+  plan = plan_batches(settings.batch, settings.run, mesh_of(settings, expert))
+  parts = build_trainer(settings, plan, jax.devices()[:expert])
+  rows = uneven_rows(ROWS, T)
+  weights = np.array(rows.weights)
+  weights[-1, 0] = 1e6  # Its gradient is beyond float16.
+  made = random_parameters(parts.model, seed=4)
+  bad = stepped(parts, 3, made, rows._replace(weights=weights))  # pyright: ignore
+  good = stepped(parts, 3, made)
+  assert bad[1].scaling is not None
+  assert good[1].scaling is not None
+  assert [bool(each.scaling.is_skipped) for each in (bad[1], good[1])] == [True, False]  # pyright: ignore
+  for name in ("bias", "load"):
+    before, skipped, moved = (x["layers"]["mlp"]["router"][name] for x in (made, bad[0], good[0]))
+    np.testing.assert_array_equal(skipped, before)
+    assert (moved != before).all()
 
 
 # --- pipelines ------------------------------------------------------------------------------------
@@ -193,8 +244,9 @@ def pipelined(schedule: str, stages: int, k: int, experts: int = 1, **keys: Any)
   ],
 )
 def test_a_pipeline_trains_as_the_whole_batch(schedule, k, experts, balance):
-  parts = pipelined(schedule, 2, k, experts, **BALANCES[balance])
-  assert_same(stepped(parts, k, balance), balance)
+  recomputed = {"remat_policy": "full"} if schedule == "gpipe" else {}
+  parts = pipelined(schedule, 2, k, experts, **BALANCES[balance], **recomputed)
+  assert_same(stepped(parts, k, parameters(balance)), balance)
 
 
 def test_two_passes_are_refused_in_a_pipeline():

@@ -1,5 +1,6 @@
 """The layer of experts: what it computes, beside every expert at every token, and what it refuses."""
 
+import dataclasses
 import re
 
 import jax
@@ -17,11 +18,12 @@ from maxbatch.config.schema import attention_width
 from maxbatch.errors import UserError
 from maxbatch.estimate.step_work import step_work
 from maxbatch.models.attention import AttentionContext
-from maxbatch.models.experts import BALANCE, TOKENS, Experts, route
+from maxbatch.models.experts import BALANCE, TOKENS, Experts, Routed, route
 from maxbatch.models.grouped import block_size, num_slots, slots_of
 from maxbatch.models.layers import Buffer, Outputs
 from maxbatch.models.lora import add_adapters, merged, scale
 from maxbatch.models.registry import build_model
+from maxbatch.precision.formats import BFLOAT16
 
 B, T, D, E, K = 3, 16, 32, 6, 2
 EXPERTS = {"num_experts": E, "num_experts_per_tok": K, "base_moe_mlp_dim": 24}
@@ -128,6 +130,7 @@ def test_scores_by_hand():
   np.testing.assert_allclose(routed.weight, [[2 * 6 / 11, 2 * 5 / 11]], rtol=1e-6)
   np.testing.assert_allclose(routed.share, [[n / 21 for n in range(1, 7)]], rtol=1e-6)
   np.testing.assert_allclose(routed.log_z, [np.log(21)], rtol=1e-6)
+  np.testing.assert_allclose(routed.margin, [(5 - 4) / 21], rtol=1e-5)
   routed = route(model_config(**of, norm_topk_prob="false"), x, kernel, {})
   np.testing.assert_allclose(routed.weight, [[2 * 6 / 21, 2 * 5 / 21]], rtol=1e-6)
   sigmoid = model_config(**of, routed_score_func="sigmoid", routed_bias="true")
@@ -138,7 +141,24 @@ def test_scores_by_hand():
   groups = model_config(**of, n_routing_groups=3, topk_routing_group=1)
   # 8 is the highest score, 6 and 7 the best two of a group.
   x = jnp.log(jnp.array([[8.0, 1, 2, 3, 6, 7]]))
-  assert route(groups, x, kernel, {}).chosen.tolist() == [[5, 4]]
+  routed = route(groups, x, kernel, {})
+  assert routed.chosen.tolist() == [[5, 4]]
+  np.testing.assert_allclose(routed.margin, [(6 + 7 - 8 - 1) / 27], rtol=1e-5)
+
+
+def test_near_ties_are_those_that_the_format_s_rounding_may_flip():
+  _, graph, state = layer()
+  experts = nnx.merge(graph, state)
+  eps = jnp.finfo(jnp.float32).eps
+  zeros = jnp.zeros((1, 4, E))
+  margin_BT = jnp.array([[0, 15 * eps, 17 * eps, 0]])
+  routed = Routed(jnp.zeros((1, 4, K), int), zeros, zeros, zeros[..., 0], margin_BT)
+  counts_BT = jnp.array([[True, True, True, False]])
+  assert experts._row_sums(routed, counts_BT)["near"].tolist() == [2]
+  # Also where float32 arrays hold its values.
+  emulated = dataclasses.replace(BFLOAT16, carrier="float32")
+  experts.policy = dataclasses.replace(experts.policy, compute=emulated)
+  assert experts._row_sums(routed, counts_BT)["near"].tolist() == [3]
 
 
 def test_every_assignment_has_a_slot_of_its_expert():

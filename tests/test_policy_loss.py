@@ -34,6 +34,11 @@ LOSS_ALLOWED = np.resize(ALLOWED_V, V)
 LOSS = PolicyLoss(GOAL, LOSS_ALLOWED.tobytes(), 0.7, has_proximal=True, kept_words=num_words(V))
 
 
+WITHOUT_KL = dataclasses.replace(LOSS, objective=dataclasses.replace(GOAL, beta=0.0))
+"""Runs the model on no microbatch without a gradient, if nothing else comes of it."""
+EXPERTS = "num_experts=4", "base_moe_mlp_dim=8", "routed_bias=true"
+
+
 def cut_completions() -> Completions:
   """Completions of which each token was chosen from some, and the others cannot be learned."""
   completions = completions_of()
@@ -49,13 +54,17 @@ def config_of(micro: int, *keys: str) -> Config:
 
 
 @functools.cache
-def step(micro: int, num_devices: int, *keys: str) -> tuple[Trainer, TrainState, StepMetrics]:
-  """One step on the same completions."""
+def step(
+  micro: int, num_devices: int, *keys: str, loss: PolicyLoss = LOSS, learned: int = B
+) -> tuple[Trainer, TrainState, StepMetrics]:
+  """One step on the same completions, of which so many have an advantage."""
   config = config_of(micro, *keys)
   layout = topology(config.mesh, num_devices)
   plan = plan_batches(config.batch, config.run, layout)
-  trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=LOSS)
+  trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=loss)
   state, completions = initial_state(trainer, random_parameters(trainer.model)), cut_completions()
+  advantages_B = np.where(np.arange(B) < learned, completions.advantages_B, 0)
+  completions = completions._replace(advantages_B=advantages_B.astype(np.float32))  # pyright: ignore
   cut = [
     jax.tree.map(lambda x: np.asarray(x)[None, at : at + micro], completions)  # noqa: B023
     for at in range(0, B, micro)
@@ -98,6 +107,21 @@ def test_a_step_does_not_depend_on_how_its_completions_are_split(micro, num_devi
   )
   for name, value in expected.metrics.items():
     assert float(metrics.metrics[name]) == pytest.approx(float(value), rel=1e-5), name
+
+
+def test_experts_count_completions_from_which_nothing_is_learned():
+  """Else their biases would depend on which groups share a microbatch."""
+  each = [
+    step(B, 1, *EXPERTS, loss=WITHOUT_KL, learned=4),
+    step(4, 2, *EXPERTS, "ici_expert_parallelism=2", loss=WITHOUT_KL, learned=4),
+  ]
+  (whole, expected), (split, found) = ((state.parameters, metrics) for _, state, metrics in each)
+  assert np.ptp(whole["layers"]["mlp"]["router"]["bias"]) > 0
+  for name in ("bias", "kernel"):
+    one, other = (np.asarray(x["layers"]["mlp"]["router"][name]) for x in (split, whole))
+    np.testing.assert_allclose(one, other, rtol=0, atol=0 if name == "bias" else 1e-6)
+  for name, value in expected.metrics.items():
+    np.testing.assert_allclose(found.metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(

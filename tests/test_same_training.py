@@ -11,7 +11,12 @@ from several_processes import records, start, wait
 
 RUNS = [sys.executable, str(pathlib.Path(__file__).with_name("many_runs.py"))]
 COMMON = "num_simulated_devices=4 eval_interval=2 checkpoint_period=2 metrics_writers=[jsonl]"
-FUSED = "batch_size=-1 batch_schedule=[[0,16],[48,32]] per_device_batch_size=2 dropout_rate=0.1"
+FUSED = (
+  "batch_size=-1 batch_schedule=[[0,16],[48,32]] per_device_batch_size=2 dropout_rate=0.1 "
+  "num_experts=4 base_moe_mlp_dim=8 routed_bias=true load_balance_loss_weight=0.1 "
+  "load_balance_loss_type=last_step"
+)
+"""A mixture of experts, so that biases and loads move with the run too."""
 CASES = {
   "pipeline": "batch_size=8 pipeline_schedule=1f1b ici_pipeline_parallelism=4 "
   "num_pipeline_microbatches=4 base_num_decoder_layers=4",
@@ -60,7 +65,8 @@ def trained(tmp_path_factory) -> pathlib.Path:
     count: [line(places[count], name, f"{CASES[name]} {UNSAVED}", 4) for name in names]
     for count, names in OF.items()
   }
-  one_mesh, other_mesh = (f"{FUSED} ici_fsdp_parallelism={size}" for size in (2, 4))
+  one_mesh = f"{FUSED} ici_fsdp_parallelism=2 ici_expert_parallelism=2"
+  other_mesh = f"{FUSED} ici_expert_parallelism=4"
   lines[1] += [
     line(places[1], "undisturbed", one_mesh, 6),
     line(places[1], "chain", one_mesh, 2),

@@ -46,7 +46,7 @@ from maxbatch.rl.requirements import check_rl
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.run import run_rl
 from maxbatch.rl.sampled import CompletionSampler, completion_sampler, run_vocabulary
-from maxbatch.rl.steps import DeviceClock
+from maxbatch.rl.steps import DeviceClock, check_gap
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.sampling import sampler as sampling_programs
 from maxbatch.sampling.sampler import Prompts
@@ -437,6 +437,16 @@ def test_a_difference_between_sampler_and_trainer_stops_the_run(tmp_path, capsys
   assert train_rl.main([*KEYS, f"base_output_directory={tmp_path}"]) == 2
   assert "differs by" in capsys.readouterr().err
   assert not list(tmp_path.rglob("checkpoints/1"))
+
+
+def test_one_token_that_rounding_sends_to_another_expert_stops_no_run():
+  dense, mixture = (load_config([*KEYS, *keys]) for keys in ([], ["num_experts=4"]))
+  flipped = {"rl/log_prob_gap": 1e-4, LARGEST_GAP: 0.5}
+  check_gap(mixture, 0, flipped)
+  with pytest.raises(UserError, match=r"differs by 0\.5 between sampling and training, where"):
+    check_gap(dense, 0, flipped)
+  with pytest.raises(UserError, match=r"differs by 0\.1 on average between"):
+    check_gap(mixture, 0, {**flipped, "rl/log_prob_gap": 0.1})
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class Routed(NamedTuple):
   log_z: jax.Array
   """float32[…]: logarithm of the sum of the logits' exponentials."""
   margin: jax.Array
-  """float32[…]: by how much the last that was chosen is ahead of the first that was not."""
+  """float32[…]: by how much the last one chosen, or the last group, is ahead of the next."""
 
 
 class Matrix(nnx.Module):
@@ -237,7 +237,7 @@ class Experts(nnx.Module):
     weight_BT = counts_BT.astype(jnp.float32)
     share_BTE = routed.share
     log_BTE = jnp.log(jnp.where(share_BTE > 0, share_BTE, 1))
-    near = _NEAR * jnp.finfo(self.policy.dtype).eps
+    near = _NEAR * 2.0**-self.policy.compute.mantissa_bits
     return {
       "tokens": sent_BTKE.sum((1, 2), dtype=jnp.int32),
       "share": (weight_BT[..., None] * share_BTE).sum(1),
@@ -324,24 +324,32 @@ def route(
     share = scores / scores.sum(-1, keepdims=True)
   ranked = scores if bias_E is None else scores + bias_E.reshape((1,) * (x.ndim - 1) + bias_E.shape)
   ranked = jax.lax.stop_gradient(ranked)
-  if config.n_routing_groups > 0:
-    ranked = _in_best_groups(ranked, config.n_routing_groups, config.topk_routing_group)
-  best, places = jax.lax.top_k(ranked, min(K + 1, config.num_experts))
-  chosen = places[..., :K]
+  groups, kept, of_groups = config.n_routing_groups, config.topk_routing_group, jnp.inf
+  if groups > 0:
+    ranked, of_groups = _in_best_groups(ranked, groups, kept)
+  margin, chosen = _best(ranked, K)
   weight = jnp.take_along_axis(scores, chosen, -1)
   if config.norm_topk_prob:
     weight = weight / (weight.sum(-1, keepdims=True) + 1e-20)
-  margin = best[..., K - 1] - best[..., K] if best.shape[-1] > K else jnp.full(log_z.shape, jnp.inf)
-  return Routed(chosen, weight * config.routed_scaling_factor, share, log_z, margin)
+  weight = weight * config.routed_scaling_factor
+  return Routed(chosen, weight, share, log_z, jnp.minimum(margin, of_groups))
 
 
-def _in_best_groups(ranked: jax.Array, groups: int, kept: int) -> jax.Array:
-  """Returns −∞ outside of the groups whose two highest scores have the highest sums."""
+def _best(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+  """Returns by how much the last of the best is ahead of the next, ∞ without one, and their places."""
+  best, places = jax.lax.top_k(scores, min(count + 1, scores.shape[-1]))
+  if best.shape[-1] == count:
+    return jnp.full(scores.shape[:-1], jnp.inf), places
+  return best[..., -2] - best[..., -1], places[..., :-1]
+
+
+def _in_best_groups(ranked: jax.Array, groups: int, kept: int) -> tuple[jax.Array, jax.Array]:
+  """Returns −∞ outside of the groups whose two highest scores sum highest, and their margin."""
   ranked_G = ranked.reshape(*ranked.shape[:-1], groups, -1)
   sums_G = jax.lax.top_k(ranked_G, 2)[0].sum(-1)
-  best = jax.lax.top_k(sums_G, kept)[1]
+  margin, best = _best(sums_G, kept)
   is_kept_G = jax.nn.one_hot(best, groups, dtype=bool).any(-2)
-  return jnp.where(is_kept_G[..., None], ranked_G, -jnp.inf).reshape(ranked.shape)
+  return jnp.where(is_kept_G[..., None], ranked_G, -jnp.inf).reshape(ranked.shape), margin
 
 
 def has_load(config: ModelConfig) -> bool:

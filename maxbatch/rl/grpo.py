@@ -189,7 +189,7 @@ def nothing_learned(rows: Rows, objective: Objective) -> GrpoSums:
   return none._replace(weight=own.weight, tokens=own.tokens_B.sum(), completions=own.completions)
 
 
-LARGEST_GAP = "rl/largest_log_prob_gap"
+MEAN_GAP, LARGEST_GAP = "rl/log_prob_gap", "rl/largest_log_prob_gap"
 
 
 def quotients(sums: GrpoSums) -> dict[str, Quotient]:
@@ -201,7 +201,7 @@ def quotients(sums: GrpoSums) -> dict[str, Quotient]:
     "rl/clipped_low": sums.clipped_low,
     "rl/clipped_high": sums.clipped_high,
     "rl/importance_weight": sums.importance,
-    "rl/log_prob_gap": sums.gap,
+    MEAN_GAP: sums.gap,
   }
   means = {name: Quotient(value, sums.run_tokens) for name, value in of_tokens.items()}
   return means | {"rl/completion_length": Quotient(sums.tokens, sums.completions)}
@@ -213,7 +213,7 @@ MODEL_METRICS = (
   "rl/clipped_low",
   "rl/clipped_high",
   "rl/importance_weight",
-  "rl/log_prob_gap",
+  MEAN_GAP,
   LARGEST_GAP,
 )
 """Names of metrics for which the model was run."""

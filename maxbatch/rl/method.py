@@ -144,7 +144,8 @@ class PolicyTraining:
     move = Mover(trainer.mesh, place.policy(trainer)) if self.rollout else None
     sampler = completion_sampler(config, trainer.model, mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
-    loss, records = self.loss, StepRecords(plan, config, feed_watchdog)
+    loss, skips = self.loss, not (plan.has_reference or any(trainer.model.own_sums))
+    records = StepRecords(plan, config, feed_watchdog, skips=skips)
     policies = Policies(
       trainer.model,
       kept=plan.num_snapshots,

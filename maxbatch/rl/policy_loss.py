@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from maxbatch.core.terms import Max, Ratio, Stat, Stats, Terms, zeros_of
+from maxbatch.core.terms import Max, Ratio, Stat, Stats, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.registry import Model, Parameters
@@ -98,15 +97,14 @@ class PolicyLoss:
     """Returns the sums over some completions.
 
     The model is not run on a microbatch without a gradient: where no reward of a group differs, and
-    there is neither a KL divergence nor a term of the model's own.
+    there is neither a KL divergence nor a term or a statistic of the model's own. (Of the tokens that
+    experts are sent all count, or their biases would depend on which groups share a microbatch.)
     """
     del keys_B, probes, metrics
-    # Traced once, for its shapes and for the branch.
-    run = jax.jit(functools.partial(self._run, model, parameters, microbatch, scale), inline=True)
-    terms, _ = jax.eval_shape(run)
-    if self.objective.beta or set(terms) != {LOSS}:
+    run = functools.partial(self._run, model, parameters, microbatch, scale)
+    if self.objective.beta or any(model.own_sums):
       return run()
-    skipped = functools.partial(self._skipped, microbatch, run)
+    skipped = functools.partial(self._skipped, microbatch)
     return jax.lax.cond(self.has_gradient(microbatch), run, skipped)
 
   def has_gradient(self, microbatch: Completions) -> jax.Array:
@@ -128,12 +126,10 @@ class PolicyLoss:
     terms, stats = _in_parts(grpo_sums(log_probs, microbatch, self.objective))
     return OrderedDict(terms | own_terms), stats | own_stats
 
-  def _skipped(
-    self, microbatch: Completions, run: Callable[[], tuple[Terms, Stats]]
-  ) -> tuple[Terms, Stats]:
-    """Returns the sums of a microbatch whose advantages are all 0, with zeros of the model's own."""
+  def _skipped(self, microbatch: Completions) -> tuple[Terms, Stats]:
+    """Returns the sums of a microbatch whose advantages are all 0."""
     terms, stats = _in_parts(nothing_learned(microbatch.rows, self.objective))
-    return OrderedDict(terms), zeros_of(jax.eval_shape(run)[1]) | stats
+    return OrderedDict(terms), stats
 
 
 def _in_parts(sums: GrpoSums) -> tuple[dict[str, Ratio], dict[str, Stat]]:

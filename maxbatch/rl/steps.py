@@ -11,7 +11,7 @@ from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.precision.formats import compute_format
-from maxbatch.rl.grpo import LARGEST_GAP, MODEL_METRICS
+from maxbatch.rl.grpo import LARGEST_GAP, MEAN_GAP, MODEL_METRICS
 from maxbatch.rl.microbatches import Counts, step_values
 from maxbatch.run_folder.metrics import Record
 
@@ -54,15 +54,19 @@ by rounding, at temperature 1."""
 class StepRecords:
   """Completes the records of steps."""
 
-  def __init__(self, plan: RLPlan, config: Config, feed_watchdog: Callable[[], None]):
+  def __init__(
+    self, plan: RLPlan, config: Config, feed_watchdog: Callable[[], None], *, skips: bool
+  ):
     """Knows of no step.
 
     Args:
       plan: the run's.
       config: the run.
       feed_watchdog: is told that the run goes on.
+      skips: whether microbatches of which nothing is learned skip the model.
     """
     self._plan, self._config, self._feed_watchdog = plan, config, feed_watchdog
+    self._skips = skips
     self._trained: list[Callable[[], float]] = []
     self._counts: dict[int, list[Counts]] = {}
 
@@ -87,13 +91,13 @@ class StepRecords:
     plan = self._plan
     step = int(record["step"]) - 1
     batch, counts = plan.batch_of_step(step), self._counts.pop(step)
-    skipped = [] if plan.has_reference else [each for each in counts if not each.live_G.any()]
+    skipped = [each for each in counts if self._skips and not each.live_G.any()]
     values = step_values(counts, plan.num_generations)
     if len(skipped) == len(counts):  # The model was not run: there is nothing that it says.
       record = {name: value for name, value in record.items() if name not in MODEL_METRICS}
     elif plan.begins_batch(step) and not plan.lag(batch):
       # A skipped step may have none: what is not finite is no record.
-      check_gap(self._config, batch, record.get(LARGEST_GAP, 0.0))
+      check_gap(self._config, batch, record)
     made = values["rl/rollout_seconds"] + values["rl/reward_seconds"]
     if not plan.begins_batch(step):
       made = 0.0  # It was made for the first step on the batch.
@@ -110,13 +114,15 @@ class StepRecords:
     return record | values | own
 
 
-def check_gap(config: Config, batch: int, gap: float) -> None:
+def check_gap(config: Config, batch: int, record: Record) -> None:
   """Checks that training computes the probabilities that the completions were sampled with.
 
   Args:
     config: the run.
     batch: of completions, sampled by the policy that is trained.
-    gap: the largest difference of a token's two log-probabilities.
+    record: has the difference of a token's two log-probabilities, if the model was run: the largest, and
+      the mean, by which mixtures of experts are judged. (Where rounding flips the expert of one token,
+      its own difference may be of any size.)
 
   Raises:
     UserError: it is more than rounding.
@@ -124,11 +130,13 @@ def check_gap(config: Config, batch: int, gap: float) -> None:
   dtype = compute_format(config.precision).name
   temperature = config.run.decode_sampling_temperature
   bound = GAP_BOUNDS[dtype] / min(temperature, 1.0)
+  mixture = config.model.num_experts > 1
+  gap = record.get(MEAN_GAP if mixture else LARGEST_GAP, 0.0)
   if gap <= bound:
     return
   raise UserError(
-    f"batch {batch}: the log-probability of a sampled token differs by {gap:.3g} between sampling and "
-    f"training, where rounding in dtype={dtype} makes {bound:.3g} at most: they compute different "
-    "models, and the gradient would be of another policy; for example attention=dot_product, or "
-    "precision=float32"
+    f"batch {batch}: the log-probability of a sampled token differs by {gap:.3g}"
+    f"{' on average' * mixture} between sampling and training, where rounding in dtype={dtype} makes "
+    f"{bound:.3g} at most: they compute different models, and the gradient would be of another policy; "
+    "for example attention=dot_product, or precision=float32"
   )
