@@ -112,7 +112,7 @@ def test_each_token_is_the_likeliest_after_those_before_it(keys):
 
 # --- nobody else's ----------------------------------------------------------------------------------
 
-MODEL = tiny_model(*MIXED, length=LENGTH)
+MODEL = tiny_model(*MIXED, *FAMILIES["mixture"], length=LENGTH)
 WARM_SAMPLER = Sampler(MODEL, WARM, 10, LENGTH)
 
 
@@ -143,7 +143,7 @@ def test_a_text_does_not_depend_on_its_neighbours_their_order_or_padding():
 
 
 def test_nor_on_devices_or_on_how_often_it_is_looked_at():
-  devices = mesh(data=2, fsdp=2, tensor=2)
+  devices = mesh(fsdp=2, tensor=2, expert=2)
   axes = MODEL.axes()
   divided = by_path(
     lambda path, leaf: jax.device_put(leaf, sharding(axes[path], leaf.shape, devices)),
