@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-from maxbatch.batch.from_config import is_rl, plan_batches
+from maxbatch.batch.from_config import is_rl, plan_batches, sparse_experts
 from maxbatch.batch.host_loads import check_loads, host_loads
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan_plot import plan_chart
@@ -116,6 +116,7 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
     sizes=sizes if isinstance(config.batch.micro_batch_size, Explore) else (),
     rl=rl,
     pipeline=pipeline_of(config, devices.layout, plan) if has_pipeline else None,
+    sparse_experts=[] if rl else sparse_experts(config.model, plan),
   )
 
 

@@ -143,6 +143,49 @@ def test_a_deadline_that_is_missed_is_offered_what_meets_it(capsys):
   assert answer(capsys, *LLAMA, f"total_tokens={fewer}", "ramp=false")["run"]["days"] < 1.6
 
 
+@pytest.mark.parametrize(
+  ("model", "billions", "active", "share"),
+  [
+    ("mixtral-8x7b", 46.7, 12.9, 1 / 4),
+    ("olmoe-1b-7b", 6.92, 1.28, 1 / 8),
+    ("qwen3-30b-a3b", 30.5, 3.35, 1 / 16),
+    ("deepseek3-671b", 671, 37.6, 1 / 32),
+  ],
+)
+def test_a_mixture_is_asked_about_with_its_active_parameters(
+  capsys, model, billions, active, share
+):
+  keys = f"config=base model_name={model} total_tokens=6e11 num_devices=8".split()
+  result = answer(capsys, *keys)
+  mixture, phases = result["mixture"], result["phases"]
+  assert mixture["parameters"] / 1e9 == pytest.approx(billions, rel=5e-3)
+  assert mixture["active_parameters"] / 1e9 == pytest.approx(active, rel=5e-3)
+  assert result["asked"]["parameters"] == mixture["active_parameters"]
+  length = result["batch"]["tokens"] / result["batch"]["samples"]
+  ends = [phases[at]["samples_per_step"] * length * share for at in (0, -1)]
+  assert mixture["tokens_per_expert"] == ends
+
+
+def test_too_few_tokens_of_an_expert_are_a_warning(capsys):
+  keys = [
+    "config=base",
+    "model_name=qwen3-30b-a3b",
+    "total_tokens=6e9",
+    "num_devices=8",
+    "ramp=false",
+  ]
+  few, enough = (ask(capsys, *keys, "max_target_length=64", f"batch_size={n}") for n in (120, 128))
+  assert "Little is published: no rule counts experts." in few
+  # 120 · 64 tokens · 8 / 128 = 480 of 512.
+  words = "Warning: an expert sees 480 tokens of a step (7,680 tokens · num_experts_per_tok=8 / "
+  assert words in " ".join(few.split())
+  assert "which 128 samples a step give" in " ".join(few.split())
+  assert "Little is published" in enough
+  assert "Warning" not in enough
+  assert answer(capsys, *LLAMA)["mixture"] is None
+  assert "expert" not in ask(capsys, *LLAMA).partition("Newer, without a number")[0]
+
+
 def test_without_a_slice_there_is_a_batch_and_no_time(capsys):
   result = answer(capsys, "config=base", "total_tokens=5e9", "num_devices=64")
   assert result["run"]["days"] is None

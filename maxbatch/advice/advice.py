@@ -280,6 +280,21 @@ def layout(advice: Advice) -> Topology:
   return advice.sizes.split.mesh if advice.sizes.split else advice.asked.mesh
 
 
+def mixture_of(advice: Advice) -> dict[str, Any] | None:
+  """Returns the parameters of a mixture of experts, and what an expert sees of a step when the ramp begins
+  and at the end; None: the model is none."""
+  asked, model = advice.asked, advice.asked.config.model
+  if model.num_experts == 1:
+    return None
+  of_expert = asked.length * model.num_experts_per_tok / model.num_experts
+  ends = advice.sizes.phases[0].samples, advice.sizes.samples
+  return {
+    "parameters": asked.work.parameters,
+    "active_parameters": asked.training.parameters,
+    "tokens_per_expert": [samples * of_expert for samples in ends],
+  }
+
+
 def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
   """Returns plain values for --json: numbers are numbers; null where not known."""
   asked, size = advice.asked, advice.size
@@ -322,6 +337,7 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
       for phase in planned.plan.phases
     ],
     "settings": dataclasses.asdict(advice.settings),
+    "mixture": mixture_of(advice),
     "run": {
       "steps": planned.plan.steps,
       "tokens": planned.plan.total_tokens,

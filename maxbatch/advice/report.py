@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from maxbatch.advice.advice import Advice, Planned
+from maxbatch.advice.advice import Advice, Planned, mixture_of
 from maxbatch.advice.batch_size import Measured, Said
 from maxbatch.advice.limits import limits
 from maxbatch.advice.slices import Point, about, on_gpus, used
 from maxbatch.advice.words import DAY, money, percent, short, span, times, wrapped
+from maxbatch.batch.from_config import sparse_experts
 from maxbatch.batch_rules.findings import FINDINGS, WSD
 from maxbatch.batch_rules.rule import steps_factor
 from maxbatch.command_line.screen import Table, gib_of
@@ -30,6 +31,7 @@ def report(advice: Advice, planned: Planned) -> str:
     _batch(advice),
     _ramp(advice, planned),
     _optimizer(advice),
+    _mixture(advice, planned),
     _findings(advice),
     *([_split(advice), _frontier(advice)] if advice.here else []),
     _elsewhere(advice),
@@ -201,6 +203,30 @@ def _ramp(advice: Advice, planned: Planned) -> Iterator[str]:
     f"overhead of {advice.constant_overhead:.2g}; the batch with the ramp's overhead of "
     f"{advice.ramp_overhead:.2g} takes {same:,.0f}. β2 and weight decay are what would keep half-life "
     "and timescale; a run has those of its last phase."
+  )
+
+
+def _mixture(advice: Advice, planned: Planned) -> Iterator[str]:
+  """Says what the batch is for each expert of a mixture, and how little is published about that."""
+  mixture = mixture_of(advice)
+  if mixture is None:
+    return
+  share = percent(mixture["active_parameters"] / mixture["parameters"])
+  yield f"Mixture of experts: {short(mixture['parameters'])} parameters, {share} active for a token"
+  model, first, last = advice.asked.config.model, *mixture["tokens_per_expert"]
+  grown = f", {short(first)} when the ramp begins" if first != last else ""
+  yield from wrapped(
+    f"An expert sees {short(last)} tokens of a step{grown}: num_experts_per_tok={model.num_experts_per_tok} / "
+    f"num_experts={model.num_experts} of the batch. Its gradient is the mean of so few, and that of the router "
+    "and of all other layers the mean of the whole batch."
+  )
+  for sentence in sparse_experts(model, planned.plan):
+    yield from wrapped(f"Warning: {sentence}.")
+  yield from wrapped(
+    "Little is published: no rule counts experts. The rules above are fitted to dense models and asked with the "
+    "active parameters; published mixtures have larger batches than these rules say (docs/advice.md). One public "
+    "run, Marin's 67B with 2B active, was stable with 33M tokens a step and not with 67M. maxbatch critical_batch "
+    "measures your model."
   )
 
 

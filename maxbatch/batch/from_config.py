@@ -19,6 +19,7 @@ from maxbatch.config.schema import (
   BatchConfig,
   Config,
   MeshConfig,
+  ModelConfig,
   OptimizerConfig,
   RLConfig,
   RunConfig,
@@ -38,6 +39,9 @@ from maxbatch.core.schedule import (
 from maxbatch.core.solve import fitting_micro_batch, nearest_multiples, solve
 from maxbatch.core.topology import AXES, Topology, fill
 from maxbatch.errors import UserError
+
+FEWEST_EXPERT_TOKENS = 512
+"""Switch-C's: steps of 2^20 tokens, each to one of 2,048 experts (Fedus et al. 2021, section 5.6)."""
 
 
 def is_rl(config: RLConfig) -> bool:
@@ -138,8 +142,8 @@ def mesh_of(config: Config, num_devices: int, num_slices: int = 1) -> Topology:
   Raises:
     UserError: it is none, or does not divide the experts.
   """
-  result = topology(config.mesh, num_devices, num_slices)
-  experts, ways = config.model.num_experts, result.shape.get("expert", 1)
+  result, experts = topology(config.mesh, num_devices, num_slices), config.model.num_experts
+  ways = result.shape.get("expert", 1)
   if experts % ways:
     ici, dcn = result.ici["expert"], result.dcn["expert"]
     fitting = math.gcd(experts, ici)
@@ -152,6 +156,20 @@ def mesh_of(config: Config, num_devices: int, num_slices: int = 1) -> Topology:
       f"ici_expert_parallelism={fitting} {rest}"
     )
   return result
+
+
+def sparse_experts(model: ModelConfig, plan: BatchPlan) -> list[str]:
+  """Returns a sentence if experts see too few tokens of a step of the plan; none if not."""
+  batch = min([each.batch for each in plan.phases if not each.is_cut], default=1)
+  each = plan.tokens(batch) * model.num_experts_per_tok / model.num_experts
+  if model.num_experts == 1 or each >= FEWEST_EXPERT_TOKENS:
+    return []
+  enough = math.ceil(FEWEST_EXPERT_TOKENS * batch / each)
+  return [
+    f"an expert sees {each:,.4g} tokens of a step ({plan.tokens(batch):,} tokens · "
+    f"num_experts_per_tok={model.num_experts_per_tok} / num_experts={model.num_experts}), below Switch-C's "
+    f"{FEWEST_EXPERT_TOKENS}, the fewest published that we know of, which {enough:,} samples a step give"
+  ]
 
 
 def plan_batches(

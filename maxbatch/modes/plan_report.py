@@ -39,6 +39,8 @@ class PlanReport:
   rl: RLPlan | None = None
   """The plan of reinforcement learning, whose completions are the plan's samples; nothing loads
   them."""
+  sparse_experts: Sequence[str] = ()
+  """Whether experts see too few tokens of a step; empty: they do not."""
 
   def as_dict(self) -> dict[str, Any]:
     """Returns plain values for --json: numbers are numbers, fractions text."""
@@ -76,7 +78,7 @@ class PlanReport:
 
   def _limits(self) -> list[str]:
     """Returns the limits of samples; those of completions, in whole groups, are in the plan of these."""
-    return [] if self.rl else limits(self.plan)
+    return [] if self.rl else [*limits(self.plan), *self.sparse_experts]
 
   def _given_lines(self) -> Iterator[str]:
     """Says what was given, what is still to be chosen, and what the numbers below assume instead."""

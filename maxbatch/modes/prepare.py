@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxbatch.batch.from_config import is_rl
+from maxbatch.batch.from_config import is_rl, sparse_experts
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.checkpoints.formats import format_named
 from maxbatch.command_line.screen import for_screen
@@ -164,10 +164,12 @@ def prepare(
   config, plan, ahead = resolved.config, resolved.plan, resolved.plan_ahead
   lines = [line.removeprefix("  ") for line in str(ahead).splitlines()[1:]]
   phases = f"{counted(len(ahead.phases), 'phase')}, {counted(ahead.steps, 'step')}"
-  for check in (*resolved.checks, ("batch plan", phases, [*resolved.notes, *lines])):
+  sparse = [] if is_rl(config.rl) else sparse_experts(config.model, ahead)
+  for check in (*resolved.checks, ("batch plan", phases, [*resolved.notes, *lines, *sparse])):
     passed(check)
   if not validates:
-    print(f"{for_screen(str(ahead))}\n", flush=True)
+    shown = "\n".join([str(ahead), *sparse])
+    print(f"{for_screen(shown)}\n", flush=True)
   make = functools.partial(_trainer, resolved, initialization, keep=not validates)
   trainer, state = _without_arrays(make) if validates else _with_state(make())
   if compiles:

@@ -124,6 +124,24 @@ def test_json_says_the_same(capsys):
     assert after["first_token"] == after["first_sample"] * 128
 
 
+def test_too_few_tokens_of_an_expert_limit_a_plan(capsys):
+  keys = [
+    "num_simulated_devices=8",
+    "max_target_length=64",
+    "base_moe_mlp_dim=32",
+    "num_experts_per_tok=2",
+  ]
+  few, enough = (
+    facts(capsys, *keys, f"num_experts={experts}", "batch_size=64")["limits"]
+    for experts in (32, 16)
+  )
+  assert few[-1].startswith(
+    "an expert sees 256 tokens of a step (4,096 tokens · num_experts_per_tok=2 / "
+  )
+  assert few[-1].endswith("which 128 samples a step give")
+  assert few[:-1] == enough
+
+
 def test_the_coupling_is_shown(capsys):
   keys = ["lr_schedule_type=constant", "warmup_steps=0", "learning_rate=1"]
   printed = facts(capsys, *RAMP, *keys, "learning_rate_batch_coupling=linear")
