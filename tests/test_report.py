@@ -2,10 +2,12 @@
 
 import collections
 import html.parser
+import json
 import shutil
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY, Mock
 
 import jax
@@ -21,10 +23,12 @@ from maxbatch import report, train
 from maxbatch.core.plan import Position
 from maxbatch.errors import TrainingDivergedError
 from maxbatch.modes.run_log import open_run_log
+from maxbatch.plots.chart import Cells
+from maxbatch.plots.interactive import _Drawn
 from maxbatch.plots.page import encoded
 from maxbatch.run_folder.history import read_history, span, status_of
 from maxbatch.run_report.background import BackgroundReport
-from maxbatch.run_report.curves import thinned
+from maxbatch.run_report.curves import expert_chart, thinned, training_chart
 from maxbatch.run_report.page import page
 
 
@@ -150,6 +154,45 @@ def test_several_runs_are_beside_each_other(tmp_path):
   assert words.count("★ lr-") == 1
   assert "What differs" in words
   assert words.index("learning_rate") < words.index("Training")
+
+
+def test_loads_of_experts_are_layers_by_experts_at_the_end_and_their_spread_over_steps(tmp_path):
+  folder = write_run(tmp_path / "experts")
+  records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+  for record in records[1:]:
+    # Ten layers, of which eight are drawn, and layer 1 is even all the time; at the end 1/2 and 3/2.
+    part = 0.5 if record["step"] > 20 else 0.0
+    for layer in range(10):
+      loads = [1.0, 1.0] if layer == 1 else [part, 2 - part]
+      record |= {f"moe/load/{layer}/{expert}": load for expert, load in enumerate(loads)}
+      record |= {f"moe/load_deviation/{layer}": layer / 10, "moe/dead_experts": 0}
+  (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+  run = read_history(folder)
+  chart, training = expert_chart(run), training_chart([run])
+  assert chart
+  assert training
+  [[cells]] = [panel.marks for panel in chart.panels]
+  assert isinstance(cells, Cells)
+  assert list(cells.names) == [f"layer {layer}" for layer in range(10)]
+  assert cells.values == [[1, 1] if layer == 1 else [0.5, 1.5] for layer in range(10)]
+  assert cells.high == 2
+  titles = {panel.title: panel for panel in training.panels}
+  assert not [title for title in titles if title.startswith(("moe/load", "moe/max_load"))]
+  assert "moe/dead_experts" in titles
+  [spread] = [panel for title, panel in titles.items() if title.startswith("spread")]
+  assert [mark.label for mark in spread.marks] == [f"layer {layer}" for layer in range(2, 10)]
+  # As it is drawn: a rectangle for each, its color from 0 to the highest.
+  figures: Any = _Drawn(chart).models()
+  [drawn] = [part for part in figures[0].renderers if hasattr(part.glyph, "fill_color")]
+  columns = drawn.data_source.data
+  assert (columns["y"][2:5], columns["x"][2:5].tolist()) == (
+    ["layer 1", "layer 1", "layer 2"],
+    [0, 1, 0],
+  )
+  assert columns["value"][2:5].tolist() == [1, 1, 0.5]
+  mapper = drawn.glyph.fill_color.transform
+  assert (drawn.glyph.fill_color.field, mapper.low, mapper.high) == ("value", 0, 2)
+  assert "Experts" in page_of(folder).words
 
 
 @given(

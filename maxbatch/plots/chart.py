@@ -52,7 +52,19 @@ class Bars:
   """Inside the bars that have room for them; elsewhere where one points."""
 
 
-Mark = Line | Band | Bars
+@dataclasses.dataclass(frozen=True)
+class Cells:
+  """A heat map: for each name a row of cells, the first at 0."""
+
+  label: str
+  names: Sequence[str]
+  values: Sequence[Sequence[float]]
+  """By name, then along x."""
+  high: float
+  """The value of the last color; the first is that of 0."""
+
+
+Mark = Line | Band | Bars | Cells
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +90,7 @@ class Chart:
   """The titles of the axes of x that there are; the first is shown."""
   panels: Sequence[Panel]
   row_names: Sequence[str] = ()
-  """With bars: the names along y, from above."""
+  """With bars and cells: the names along y, from above."""
   log_x: bool = False
   ticks: Sequence[float] = ()
   """The places on the axis of x that are marked; empty: round numbers."""

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from maxbatch.plots.chart import Band, Bars, Chart, Line, Mark, Panel
+from maxbatch.plots.chart import Band, Bars, Cells, Chart, Line, Mark, Panel
 
 if TYPE_CHECKING:
   from bokeh.models import GlyphRenderer, Model
@@ -21,6 +21,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 DASHES = ("solid", "dashed", "dashdot", "dotted")
 """As many as have no factor in common with the number of colors: pairs repeat after 28 lines."""
 SYMBOLS = ("circle", "square", "diamond", "inverted_triangle", "triangle", "plus", "x")
+_PALETTE = "Viridis256"
 _PANEL_PIXELS, _ROW_PIXELS, _AXES_PIXELS = 220, 30, 86
 _LEFT_PIXELS = 64
 """For the numbers along y: the axes of all panels begin at the same place."""
@@ -189,9 +190,11 @@ class _Drawn:
     elif isinstance(mark, Band):
       parts = [self._band(figure, mark)]
       self._lines += parts
+    elif isinstance(mark, Cells):
+      parts = [self._cells(figure, mark)]
     else:
       parts = [self._bars(figure, mark)]
-    yield mark.label, "" if isinstance(mark, Bars) else mark.group, parts
+    yield mark.label, "" if isinstance(mark, Bars | Cells) else mark.group, parts
 
   def _line(self, figure: Any, line: Line) -> Iterator[GlyphRenderer]:
     source = _source(_along(line.x) | {"y": _numbers(line.y)})
@@ -225,6 +228,25 @@ class _Drawn:
       centered = {"text_align": "center", "text_baseline": "middle", "text_font_size": f"{size}px"}
       figure.text("middle", "y", "words", source=source, **centered)
     tips = [("", "@y"), *([(bars.label, "@words")] if words else []), ("", "@length{0,0.[000]}")]
+    self._add_hover(figure, drawn, tips, "mouse")
+    return drawn
+
+  def _cells(self, figure: Any, cells: Cells) -> GlyphRenderer:
+    pairs = [
+      (name, place, value)
+      for name, row in zip(cells.names, cells.values, strict=True)
+      for place, value in enumerate(row)
+    ]
+    names, places, values = zip(*pairs, strict=True)
+    source = _source({"y": list(names), "x": _numbers(places), "value": _numbers(values)})
+    models = _bokeh().models
+    color = models.LinearColorMapper(_PALETTE, low=0.0, high=cells.high)
+    look = {"fill_color": {"field": "value", "transform": color}, "line_color": None}
+    drawn = figure.rect("x", "y", width=1.0, height=1.0, source=source, **look)
+    bar = models.ColorBar(color_mapper=color, width=12, title=cells.label)
+    bar.update(background_fill_alpha=0)
+    figure.add_layout(bar, "right")
+    tips = [("", "@y, @x"), (cells.label, "@value{0.[000]}")]
     self._add_hover(figure, drawn, tips, "mouse")
     return drawn
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from maxbatch.noise.advice import WELL_BELOW
-from maxbatch.plots.chart import Band, Chart, Line, Mark, Panel, Style
+from maxbatch.plots.chart import Band, Cells, Chart, Line, Mark, Panel, Style
 from maxbatch.run_folder.history import SECONDS, Curve, RunHistory
 
 _AXES = {"steps": "step", "samples": "samples", "tokens": "tokens", "seconds of steps": SECONDS}
@@ -22,6 +23,15 @@ _HIDDEN = ("/signal", "/noise")
 MOST_POINTS = 1200
 """About as many as a screen has dots across."""
 _KEPT_OF_EACH = 4
+_LOAD = re.compile(r"moe/load/(\d+)/(\d+)")
+_BY_LAYER = {
+  "moe/max_load": "largest load of an expert, by layer (1 is even)",
+  "moe/load_deviation": "spread of the experts' loads, by layer (standard deviation)",
+}
+_DRAWN_LAYERS = 8
+"""Of more layers, those whose last values are the largest are drawn."""
+_LAST_LOADS = 20
+"""Steps at the end over which a load is averaged."""
 
 
 def training_chart(runs: Sequence[RunHistory]) -> Chart | None:
@@ -38,6 +48,22 @@ def training_chart(runs: Sequence[RunHistory]) -> Chart | None:
   if not panels:
     return None
   return Chart(name="training", axes=axes, panels=panels)
+
+
+def expert_chart(run: RunHistory) -> Chart | None:
+  """Draws the loads of layers × experts at the end of what was recorded; None where there are none."""
+  loads: dict[int, dict[int, float]] = {}
+  for name, curve in run.metrics.curves.items():
+    if match := _LOAD.fullmatch(name):
+      layer, expert = map(int, match.groups())
+      loads.setdefault(layer, {})[expert] = float(curve.values[-_LAST_LOADS:].mean())
+  if not loads:
+    return None
+  names = [f"layer {layer}" for layer in sorted(loads)]
+  values = [[each for _, each in sorted(loads[layer].items())] for layer in sorted(loads)]
+  cells = Cells("load", names, values, high=max(2.0, *map(max, values)))
+  panel = Panel(f"loads of experts, 1 is even: mean of the last {_LAST_LOADS} steps", [cells])
+  return Chart("loads of experts by layer", ["expert"], [panel], row_names=names)
 
 
 class _Drawing:
@@ -74,10 +100,28 @@ class _Drawing:
     yield Panel("tokens per second of all devices", speed, low=0)
     yield Panel("seconds", self._lines(_STEP_TIMES), log=True)
     shown = {"loss", _BATCH, _RATE, "grad_norm", "tokens_per_second", _TOTAL, _LOW, _HIGH}
-    shown |= {*evaluations, *rewards, *groups, *_STEP_TIMES, *_SIZES}
+    shown |= {*evaluations, *rewards, *groups, *_STEP_TIMES, *_SIZES, *filter(_LOAD.match, names)}
+    for key, title in _BY_LAYER.items():
+      layers = self._largest([name for name in names if name.startswith(f"{key}/")])
+      shown |= {name for name in names if name.startswith(f"{key}/")}
+      labels = {name: f"layer {name.rpartition('/')[2]}" for name in layers}
+      yield Panel(title, self._lines(labels), low=0)
     for name in names:
       if name not in shown and not name.endswith(_HIDDEN):
         yield Panel(name, self._lines({name: name}))
+
+  def _largest(self, names: Sequence[str]) -> list[str]:
+    """Returns the curves that are drawn of one for each layer, in the layers' order."""
+
+    def last(name: str) -> float:
+      return max(
+        run.metrics.curves[name].values[-1] for run in self._runs if name in run.metrics.curves
+      )
+
+    def layer(name: str) -> int:
+      return int(name.rpartition("/")[2])
+
+    return sorted(sorted(names, key=last)[-_DRAWN_LAYERS:], key=layer)
 
   def _lines(
     self, names: dict[str, str], first: int = 0, style: Style = "line", *, faint: bool = False

@@ -24,7 +24,7 @@ from maxbatch.run_folder.events import START
 from maxbatch.run_folder.history import RunHistory, span, status_of
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_report import facts
-from maxbatch.run_report.curves import MOST_POINTS, training_chart
+from maxbatch.run_report.curves import MOST_POINTS, expert_chart, training_chart
 
 _MOST_CELLS = 1500
 """Most cells of a timetable that is drawn in a page."""
@@ -37,6 +37,7 @@ _SECTIONS = {
   "differences": "differences",
   "runs": "runs",
   "training": "training",
+  "experts": "experts",
   "time": "time",
   "advice": "what to change",
   "what": "what was trained",
@@ -61,6 +62,7 @@ def page(runs: Sequence[RunHistory]) -> str:
   charts = {_TRAINING: training_chart(runs)}
   for number, one in enumerate(shown, start=1):
     charts |= {f"time-{number}": one.time_chart, f"timetable-{number}": one.planned.timetable}
+    charts |= {f"experts-{number}": one.expert_chart}
   drawn = {name: chart for name, chart in charts.items() if chart is not None}
   return rendered(
     "report.html",
@@ -91,6 +93,7 @@ def _shown(run: RunHistory) -> SimpleNamespace:
     glance=facts.glance(run),
     time_table=Table(("what", "time", "share"), shares),
     time_chart=time_chart if uses else None,
+    expert_chart=expert_chart(run),
     memory=facts.memory(run),
     advice=_advice(run),
     command=facts.command(start.get("command")),
@@ -121,6 +124,7 @@ def _sections(shown: Sequence[SimpleNamespace], *, has_training: bool) -> list[t
     [one] = shown
     there |= {name: getattr(one, name).rows for name in ("starts", "notices", "checkpoints")}
     there |= {
+      "experts": one.expert_chart,
       "time": one.time_table.rows,
       "advice": one.advice,
       "what": one.about or one.planned.derivation or one.command,
