@@ -1,15 +1,18 @@
-"""Compares schedules of the batch at equal tokens: which gives the lowest loss, and in how many steps.
+"""Compares schedules of the batch at equal tokens, and with fixed batches of as many steps.
 
-    .venv/bin/python scripts/compare_schedules.py out=schedules                    # everything: 36 runs
-    .venv/bin/python scripts/compare_schedules.py out=schedules tokens=200000 seeds=0 opt_types=adamw
+    .venv/bin/python scripts/compare_schedules.py out=schedules                    # everything: 66 runs
+    .venv/bin/python scripts/compare_schedules.py out=schedules opt_types=muon seeds=0 tokens=100000
+    .venv/bin/python scripts/compare_schedules.py out=schedules experts=4          # a mixture, dense where 1
 
-Text: Python's own standard library, or text=FILE. Six arms, for AdamW and Muon, with three seeds each: a
-fixed batch, a linear ramp and a doubling one to four times it, Seesaw, a batch that follows the noise
-scale, and a late switch to the large batch. All have the same tokens, learning rate's schedule and first
-batch, and one learning rate for each optimizer, that of the first batch; a ramp's rate follows the root
-of its batch. Prints each arm's validation loss and steps, and what the rules say that are about it
-(maxbatch/batch_rules/findings.py). Finished runs are kept, so an interrupted command continues where it
-was. Writes schedules.html and schedules.json into `out`.
+Text: Python's own standard library, or text=FILE. Ten arms, for AdamW and Muon, with three seeds each: fixed
+batches of 16, 32 and 64; from 16 to 64 a linear ramp over half of the tokens, a doubling one, Seesaw, a batch
+that follows the noise scale, and a switch after 80% of the tokens; and batch 16 whose embedding and head are
+updated every second or fourth step. All have the same tokens, learning rate's schedule and first batch, and one
+learning rate for each optimizer, the best of four for batch 16 by the first seed. Other batches take that
+rate by the root. Prints each arm's validation loss less that of batch 16 with the same seed, and less what a
+fixed batch of as many steps has, between the three over the logarithm of the steps; then what the rules say
+that are about it (maxbatch/batch_rules/findings.py). Finished runs are kept, so an interrupted command
+continues where it was. Writes schedules.html and schedules.json into `out`.
 """
 
 import dataclasses
@@ -19,7 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from compare_steering import MODEL, curve, final_loss
+from compare_steering import curve, final_loss
 
 from maxbatch.batch_rules.findings import FINDINGS, Setting
 from maxbatch.config.load import load_config
@@ -28,12 +31,24 @@ from maxbatch.plots.chart import Chart, Line, Panel
 from maxbatch.plots.page import picture
 from maxbatch.run_folder.metrics import Record, read_metrics
 
-SMALL, LARGE = 16, 64
+MODEL = """base_emb_dim=32 base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=2
+head_dim=16 base_mlp_dim=128 max_target_length=64 num_simulated_devices=1 generate_length=0
+steps=-1 schedule_unit=tokens warmup_steps_fraction=0.05 learning_rate_final_fraction=0.1
+micro_batch_size=16 enable_checkpointing=false log_period=1000000 eval_samples=512 write_report=false
+block_cross_document_attention=false"""
+LENGTH = 64
+SMALL, MIDDLE, LARGE = 16, 32, 64
 LATE = 0.8
 """Share of the tokens with the small batch before the late switch."""
-RATES = {"adamw": 4e-3, "muon": 4e-3}
-LENGTH = 64
-_ROOT = f"batch_size={LARGE} batch_size_start={SMALL} learning_rate_batch_coupling=sqrt"
+EVALUATIONS = 12
+RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
+FIXED = tuple(f"fixed {batch}" for batch in (SMALL, MIDDLE, LARGE))
+STEERED = "noise-steered"
+_COUPLED = f"batch_size={LARGE} learning_rate_batch_coupling=sqrt"
+_FROM_SMALL = f"{_COUPLED} batch_size_start={SMALL}"
+
+Runs = Mapping[str, Sequence[Sequence[Record]]]
+"""The runs of each arm, one for each seed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,82 +58,128 @@ class Experiment:
   out: pathlib.Path
   text: str
   tokens: int
+  experts: int
 
   def arms(self) -> Mapping[str, str]:
     """Returns the keys of each way to choose the batch."""
     samples = self.tokens // LENGTH
     late = f"batch_schedule=[[0,{SMALL}],[{int(LATE * samples)},{LARGE}]]"
-    return {
-      "fixed": f"batch_size={SMALL}",
-      "linear ramp": f"{_ROOT} batch_schedule_type=linear batch_schedule_length={samples // 2}",
-      "doubling": f"{_ROOT} batch_schedule_type=doubling batch_schedule_length={samples // 2}",
+    arms = {name: f"batch_size={name.split()[1]}" for name in FIXED} | {
+      "linear ramp": f"{_FROM_SMALL} batch_schedule_type=linear batch_schedule_length={samples // 2}",
+      "doubling": f"{_FROM_SMALL} batch_schedule_type=doubling batch_schedule_length={samples // 2}",
       "Seesaw": f"batch_size={LARGE} batch_size_start={SMALL} batch_schedule_type=seesaw",
-      "noise-steered": (
+      STEERED: (
         f"batch_size={SMALL} gns_max_batch_size={LARGE} gns=all batch_schedule=gns "
-        "gns_window_steps=64 gns_windows_before_growth=2 gns_report_every=0"
+        "gns_window_steps=32 gns_windows_before_growth=2 gns_report_every=0"
       ),
       "late switch": f"{late} learning_rate_batch_coupling=sqrt",
     }
+    for steps in (2, 4):
+      groups = f"batch_by_group=[[embedding,{steps}],[head,{steps}]]"
+      arms[f"groups every {steps}"] = f"batch_size={SMALL} {groups}"
+    if self.experts > 1:
+      del arms[STEERED]  # gns=all is refused with experts.
+    return arms
 
-  def records(self, name: str, opt_type: str, seed: int) -> list[Record]:
+  def records(self, arm: str, opt_type: str, rate: float, seed: int) -> list[Record]:
     """Returns the records of a run, made if it is not there yet."""
-    keys = self.arms()[name]
-    # Where the batch is coupled to its last, the rate that is given is that batch's.
-    factor = (LARGE / SMALL) ** 0.5 if "coupling=sqrt" in keys else 1.0
-    folder = f"{name.replace(' ', '_')}-{opt_type}-seed{seed}"
-    result = read_metrics(self.out / folder)
+    keys = self.arms()[arm]
+    kind = f"experts{self.experts}-" if self.experts > 1 else ""
+    name = f"{kind}{arm.replace(' ', '_')}-{opt_type}-lr{rate:g}-seed{seed}"
+    result = read_metrics(self.out / name)
     if result and result[-1]["tokens"] >= self.tokens:
       return result
-    place = (f"dataset_path={self.text}", f"base_output_directory={self.out}", f"run_name={folder}")
+    if self.experts > 1:
+      keys += f" num_experts={self.experts} base_moe_mlp_dim=64 routed_bias=true"
+    place = (f"dataset_path={self.text}", f"base_output_directory={self.out}", f"run_name={name}")
     seeds = (f"init_weights_seed={seed}", f"data_shuffle_seed={seed}", f"opt_type={opt_type}")
-    length = (f"total_tokens={self.tokens}", f"eval_interval={self.tokens // 40}")
-    rate = f"learning_rate={RATES[opt_type] * factor:g}"
-    run(load_config(["config=base", *MODEL.split(), *keys.split(), *place, *seeds, *length, rate]))
-    return read_metrics(self.out / folder)
+    length = (f"total_tokens={self.tokens}", f"eval_interval={self.tokens // EVALUATIONS}")
+    peak = f"learning_rate={rate * self._share(arm) ** 0.5:g}"
+    run(load_config(["config=base", *MODEL.split(), *keys.split(), *place, *seeds, *length, peak]))
+    return read_metrics(self.out / name)
+
+  def _share(self, arm: str) -> float:
+    """Returns the batch that the configuration's rate is given for, over the small one."""
+    if "coupling=sqrt" in self.arms()[arm]:
+      return LARGE / SMALL
+    return int(arm.split()[1]) / SMALL if arm in FIXED else 1.0
+
+  def compare(self, opt_type: str, seeds: Sequence[int]) -> tuple[float, Runs]:
+    """Returns the learning rate of batch 16, and all runs."""
+    rate = min(RATES, key=lambda one: final_loss(self.records(FIXED[0], opt_type, one, seeds[0])))
+    runs: dict[str, list[list[Record]]] = {arm: [] for arm in self.arms()}
+    for seed in seeds:
+      for arm, each in runs.items():
+        each.append(self.records(arm, opt_type, rate, seed))
+    return rate, runs
 
 
-def compare(
-  experiment: Experiment, opt_types: Sequence[str], seeds: Sequence[int]
-) -> dict[str, dict[str, list[list[Record]]]]:
-  """Returns the runs of every optimizer and arm, one for each seed."""
+def figures(runs: Runs) -> dict[str, dict[str, list[float]]]:
+  """Returns losses, steps and differences by arm, one for each seed."""
+  losses = {arm: [final_loss(one) for one in each] for arm, each in runs.items()}
+  steps = {arm: [one[-1]["step"] for one in each] for arm, each in runs.items()}
+  small_last = FIXED[::-1]  # As np.interp wants them: by ascending steps.
+
+  def of_as_many_steps(arm: str, place: int) -> float:
+    known = [np.log(steps[one][place]) for one in small_last]
+    return float(
+      np.interp(np.log(steps[arm][place]), known, [losses[one][place] for one in small_last])
+    )
+
   return {
-    opt_type: {
-      name: [experiment.records(name, opt_type, seed) for seed in seeds]
-      for name in experiment.arms()
+    arm: {
+      "final_loss": losses[arm],
+      "steps": steps[arm],
+      "over_small": [loss - losses[FIXED[0]][place] for place, loss in enumerate(losses[arm])],
+      "over_equal_steps": [
+        loss - of_as_many_steps(arm, place) for place, loss in enumerate(losses[arm])
+      ],
     }
-    for opt_type in opt_types
+    for arm in runs
   }
 
 
-def figures(runs: Mapping[str, list[list[Record]]]) -> dict[str, dict[str, object]]:
-  """Returns validation losses, steps and mean batches by arm."""
-  return {
-    name: {
-      "final_loss": [round(final_loss(one), 4) for one in each],
-      "mean_loss": round(float(np.mean([final_loss(one) for one in each])), 4),
-      "steps": [int(one[-1]["step"]) for one in each],
-      "mean_batch": [round(one[-1]["samples"] / one[-1]["step"], 1) for one in each],
-    }
-    for name, each in runs.items()
-  }
+def table(results: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> list[str]:
+  """Returns the lines of a table in Markdown; ± is the standard deviation over the seeds."""
+  heads = ["steps", "loss", "less batch 16", "less a fixed batch of as many steps"]
+  titles = [f"{opt_type}: {head}" for opt_type in results for head in heads]
+  lines = [f"| arm | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+  for arm in next(iter(results.values())):
+    cells = [arm]
+    for each in results.values():
+      steps = [int(number) for number in each[arm]["steps"]]
+      cells.append("–".join(f"{number:,}" for number in sorted({min(steps), max(steps)})))
+      cells.append(f"{np.mean(each[arm]['final_loss']):.3f}")
+      cells.append("" if arm == FIXED[0] else _spread(each[arm]["over_small"]))
+      cells.append("" if arm in FIXED else _spread(each[arm]["over_equal_steps"]))
+    lines.append(f"| {' | '.join(cells)} |")
+  return lines
 
 
-def drawing(runs: Mapping[str, Mapping[str, list[list[Record]]]]) -> list[Chart]:
+def _spread(values: Sequence[float]) -> str:
+  deviation = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+  return f"{np.mean(values):+.3f}{deviation}"
+
+
+def drawing(results: Mapping[str, Runs]) -> list[Chart]:
   """Returns the mean loss over tokens and over steps, a panel for each optimizer."""
   charts = []
   for axis, key in (("tokens", "tokens"), ("steps", "step")):
-    panels = [Panel(f"validation loss, {name}", _lines(arms, key)) for name, arms in runs.items()]
+    panels = [
+      Panel(f"validation loss, {opt_type}", _lines(runs, key)) for opt_type, runs in results.items()
+    ]
     charts.append(Chart(f"loss over {axis}", [axis], panels))
   return charts
 
 
-def _lines(arms: Mapping[str, list[list[Record]]], key: str) -> list[Line]:
+def _lines(runs: Runs, key: str) -> list[Line]:
   lines = []
-  for number, (name, each) in enumerate(arms.items()):
+  for number, (name, each) in enumerate(runs.items()):
     curves = [curve(records, key) for records in each]
     count = min(len(places) for places, _ in curves)
-    places = np.mean([places[1:count] for places, _ in curves], axis=0)
-    losses = np.mean([losses[1:count] for _, losses in curves], axis=0)
+    first = count // 4  # Where the differences can be seen.
+    places = np.mean([places[first:count] for places, _ in curves], axis=0)
+    losses = np.mean([losses[first:count] for _, losses in curves], axis=0)
     lines.append(Line(name, [places.tolist()], losses.tolist(), color=number, dash=number))
   return lines
 
@@ -126,23 +187,21 @@ def _lines(arms: Mapping[str, list[list[Record]]], key: str) -> list[Line]:
 def main(arguments: Sequence[str]) -> None:
   """Runs what is missing, prints the comparison, draws it."""
   given = dict(argument.split("=", 1) for argument in arguments)
-  out = pathlib.Path(given.get("out", "schedules"))
-  tokens = int(given.get("tokens", "2000000")) // (LARGE * LENGTH) * (LARGE * LENGTH)
+  out, experts = pathlib.Path(given.get("out", "schedules")), int(given.get("experts", "1"))
+  tokens = int(given.get("tokens", "300000")) // (LARGE * LENGTH) * (LARGE * LENGTH)
+  experiment = Experiment(out, given.get("text", "stdlib"), tokens, experts)
   seeds = [int(seed) for seed in given.get("seeds", "0,1,2").split(",")]
   opt_types = given.get("opt_types", "adamw,muon").split(",")
-  runs = compare(Experiment(out, given.get("text", "stdlib"), tokens), opt_types, seeds)
-  results = {opt_type: figures(arms) for opt_type, arms in runs.items()}
-  (out / "schedules.json").write_text(json.dumps(results, indent=2) + "\n")
-  (out / "schedules.html").write_bytes(
-    picture("Schedules of the batch, at equal tokens", drawing(runs))
-  )
-  for opt_type, arms in results.items():
-    print(opt_type)
-    for name, result in arms.items():
-      print(
-        f"    {name:<14} loss {result['mean_loss']} {result['final_loss']} steps {result['steps']}"
-      )
-    setting = Setting(opt_type, "cosine", has_experts=False)
+  compared = {opt_type: experiment.compare(opt_type, seeds) for opt_type in opt_types}
+  results = {opt_type: figures(runs) for opt_type, (_, runs) in compared.items()}
+  rates = {opt_type: rate for opt_type, (rate, _) in compared.items()}
+  (out / "schedules.json").write_text(json.dumps({"rates": rates} | results, indent=2) + "\n")
+  charts = drawing({opt_type: runs for opt_type, (_, runs) in compared.items()})
+  (out / "schedules.html").write_bytes(picture("Schedules of the batch, at equal tokens", charts))
+  print("\n".join(table(results)), end="\n\n")
+  for opt_type, rate in rates.items():
+    print(f"{opt_type}: learning rate {rate:g} for batch {SMALL}")
+    setting = Setting(opt_type, "cosine", has_experts=experts > 1)
     for one in FINDINGS:
       if not one.misfit(setting):
         print(f"    {one.name}: {one.says}")

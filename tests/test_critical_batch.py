@@ -32,6 +32,7 @@ from maxbatch.modes.run import run
 from maxbatch.noise.controller import check_noise, measures_noise
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.run_folder.paths import RunFolder
+from maxbatch.training import build
 from maxbatch.tuning.search import ProbeResult
 
 START, STEPS = 4, 8
@@ -160,6 +161,24 @@ def test_every_branch_sees_the_same_samples(constant):
   assert result["conclusion"][0].startswith(
     "The critical batch is at least 16 samples (256 tokens)"
   )
+
+
+def test_branches_of_muon_and_experts_go_on_as_the_run_did_with_the_step_it_traced(
+  tmp_path, monkeypatch
+):
+  """Their rates differ, and those are an input of the step."""
+  traced: list[object] = []
+  step_function = build.step_function
+  monkeypatch.setattr(build, "step_function", lambda *x: traced.append(x) or step_function(*x))
+  rate = {"lr_schedule_type": "constant", "warmup_steps": 0, "max_target_length": 24}
+  experts = {"opt_type": "muon", "num_experts": 2, "base_moe_mlp_dim": 16, "routed_bias": True}
+  train(tmp_path, steps=START + STEPS, checkpoint_period=START, **rate, **experts)
+  result = measure(tmp_path, f"branch_tokens={STEPS * 8 * 24}")
+  assert [one["learning_rate"] for one in result["branches"]] == [3e-3, 3e-3 * 2**0.5]
+  assert len(traced) == 1
+  expected = [one for one in records(tmp_path / "mine") if one["step"] > START]
+  for mine, its in zip(records(place(tmp_path) / "x1"), expected, strict=True):
+    assert {key: mine[key] for key in its} == its
 
 
 def test_once_more_trains_nothing(cosine, measured, monkeypatch, capsys):

@@ -42,7 +42,7 @@ from maxbatch.training.expert_load import check_balance
 from maxbatch.training.metrics import chosen_metrics
 from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.objective import TEXT, Loss
-from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.optimizer import make_optimizer, without_rate
 from maxbatch.training.state import Measures, abstract_stop_flags
 from maxbatch.training.step import Step, Trainer, step_function
 
@@ -90,7 +90,7 @@ def build_trainer(
   check_balance(model, pipeline)
   trainer = (_trainer if keep else _trainer.__wrapped__)(
     model,
-    config.optimizer,
+    without_rate(config.optimizer),
     every_k,
     plan.topology,
     tuple(devices),

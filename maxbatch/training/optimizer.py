@@ -11,6 +11,7 @@ a size that the parameter has too is divided as that dim of the parameter is: mo
 parameter's shape, Adafactor's rows and columns, which lack a dim, Shampoo's square matrices.
 """
 
+import dataclasses
 import difflib
 import fnmatch
 import itertools
@@ -260,6 +261,20 @@ def _map_by_path(function: Callable[[tuple[str, ...]], Any], params: Any) -> Any
   return jax.tree_util.tree_map_with_path(
     lambda path, _: function(tuple(entry.key for entry in path)), params
   )
+
+
+_RATE = {
+  field.name: field.default
+  for field in dataclasses.fields(OptimizerConfig)
+  if field.name.startswith(("learning_rate", "lr_schedule", "warmup_steps", "wsd_decay"))
+}
+"""Keys of the learning rate, which is an input of the compiled step, and their defaults."""
+
+
+def without_rate(config: OptimizerConfig) -> OptimizerConfig:
+  """Returns what optimizers depend on: those of plug-ins on all keys, the others not on the rate's."""
+  is_built_in = config.opt_type in OPTIMIZERS and not config.plugins
+  return dataclasses.replace(config, **_RATE) if is_built_in else config
 
 
 def make_optimizer(
