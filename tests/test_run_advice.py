@@ -87,20 +87,29 @@ def test_waiting_for_rows(made):
   assert found["Data"].time_share == pytest.approx(0.25)
 
 
+def with_budget(folder: Path, steps: int) -> Path:
+  config = (folder / "config.yml").read_text().replace("  steps: 40", f"  steps: {steps}")
+  (folder / "config.yml").write_text(config)
+  return folder
+
+
 def test_pauses(made):
   # 40 steps of 0.5 s, 2 s and 1 s of evaluating, 0.5 of saving: 3 of 23.5 s are 12.8%.
-  found = of(made("eval_interval=10"))["Pauses"]
+  folder = made("eval_interval=10")
+  found = of(with_budget(folder, 400))["Pauses"]
   assert found.says.startswith("evaluating takes 13% and saving 2.1%")
   assert found.change == "eval_interval=70"
   assert found.time_share == pytest.approx(3 / 23.5 * 6 / 7)
 
 
+def test_four_evaluations_are_left_of_a_short_run(made):
+  # By the time they take, 35.
+  assert of(made("eval_interval=5"))["Pauses"].change == "eval_interval=10"
+
+
 def test_what_is_left_and_what_is_saved(made):
-  folder = made(step_seconds=2.0, data_wait_seconds=0.5)
-  config = (folder / "config.yml").read_text().replace("  steps: 40", "  steps: 1840")
-  (folder / "config.yml").write_text(config)
-  says = of(folder)["Left"].says
-  assert says.startswith("1,800 of 1,840 steps, 1 hours at the mean of the last steps")
+  says = of(with_budget(made(step_seconds=2.0, data_wait_seconds=0.5), 1840))["Left"].says
+  assert says.startswith("1,800 of 1,840 steps, 1 hour at the mean of the last steps")
   assert "the changes save up to 1" in says
 
 

@@ -22,13 +22,20 @@ FEWEST_STEPS = 20
 _RECENT = 100
 """Steps that figures of now are from."""
 _SMALL = 0.02
-"""Share of the time not worth a change."""
+"""Share of the time not worth a change; chosen, not measured, as are the next three."""
 _LONG = 1.5
 """Times the median, from which a step counts as held up."""
+_NOISIER = 4
+"""Times the whole model's noise scale, from which a type of layer could have a batch of its own."""
+_FEWEST_PAUSES = 4
+"""Evaluations and checkpoints that are left of a run, whatever they take."""
 _PATTERNS = {"embedding": "embedding", "head": "head", "attention": "layers/attention/*"}
 _PATTERNS |= {"mlp": "layers/mlp/*"}
 """Parameters of each type of layer whose noise scale is measured."""
 _MOST_STEPS = 8
+"""The largest group that is proposed; speed runs have 2 (modded-nanogpt)."""
+_BUDGETS = {"steps": "steps", "samples": "total_samples", "tokens": "total_tokens"}
+"""Derived keys of a run's length by schedule_unit."""
 _CHANGING = ("batch_schedule", "enable_rampup_batch_size", "batch_schedule_type")
 
 
@@ -90,8 +97,8 @@ def _batch(run: RunHistory) -> Finding:
     )
     return Finding(about, says)
   if batch < 1 or None in ends:
-    says = f"{batch:,} samples a step (global_batch_to_train), and no noise scale in metrics.jsonl"
-    return Finding(about, says, "gns=norm", "whether another batch helps is then known")
+    says = f"{batch:,} samples a step; whether another number is better is not known, for the run does not measure its noise scale"
+    return Finding(about, says, "gns=norm", "the next advice then says")
   scale = Interval(*(float(end or 0) for end in ends))
   value, low, high = shown(scale)
   says = (
@@ -106,29 +113,32 @@ def _batch(run: RunHistory) -> Finding:
   change = f"batch_size={batch * factor:.0f}{_rate(run.config, factor)}"
   if factor > 1:
     saves = (
-      f"{percent(1 - cost.steps)} of the steps for {percent(cost.data - 1)} more data, time where the "
+      f"saves {percent(1 - cost.steps)} of the steps for {percent(cost.data - 1)} more data, time where the "
       "devices are more or not busy (a heuristic, McCandlish 2018)"
     )
     return Finding(about, says, change, saves)
   saves = (
-    f"{percent(1 - cost.data)} of the data for {percent(cost.steps - 1)} more steps (a heuristic, "
+    f"saves {percent(1 - cost.data)} of the data for {percent(cost.steps - 1)} more steps (a heuristic, "
     "McCandlish 2018)"
   )
   return Finding(about, says, change, saves, 1 - cost.data)
 
 
 def _groups(run: RunHistory, low: float) -> str:
-  """Proposes a batch of their own for types of layers whose noise is 4 times the whole's or more."""
+  """Proposes a batch of their own for types of layers that are far noisier than the whole."""
   scales = {name: run.metrics.last.get(f"gns/{name}", 0.0) for name in _PATTERNS}
   steps = {
     _PATTERNS[name]: min(2 ** math.floor(math.log2(scale / low) - 1), _MOST_STEPS)
     for name, scale in scales.items()
-    if low > 0 and scale >= 4 * low
+    if low > 0 and scale >= _NOISIER * low
   }
   if not steps or run.config.get("batch_by_group"):
     return ""
   pairs = ",".join(f"[{pattern},{number}]" for pattern, number in steps.items())
-  return f"; the noise of some layers is 4 times that and more, for which another run could try batch_by_group=[{pairs}]"
+  return (
+    f"; some layers have {_NOISIER} times that noise and more: another run could try "
+    f"batch_by_group=[{pairs}]"
+  )
 
 
 def _factor(batch: int, scale: Interval) -> float:
@@ -157,7 +167,7 @@ def _data(run: RunHistory) -> Finding:
   workers = run.config.get("grain_worker_count", 0)
   more = 2 * workers if isinstance(workers, int) and workers else 2
   saves = (
-    f"up to {percent(share)} of the time; maxbatch input_analyzer config={run.folder}/config.yml "
+    f"saves up to {percent(share)} of the time; maxbatch input_analyzer config={run.folder}/config.yml "
     f"run_metrics={run.folder} says how many suffice"
   )
   return Finding("Data", says, f"grain_worker_count={more}", saves, share)
@@ -179,13 +189,21 @@ def _pauses(run: RunHistory) -> Finding:
   changes, saved = list[str](), 0.0
   for key, share in shares.items():
     now = run.config.get(key)
-    if share > 2 * _SMALL and type(now) is int and now > 0:
-      times = math.ceil(share / _SMALL)
+    if share <= 2 * _SMALL or type(now) is not int or now <= 0:
+      continue
+    times = min(math.ceil(share / _SMALL), _longest(run) // now)
+    if times > 1:
       changes.append(f"{key}={now * times}")
       saved += share * (1 - 1 / times)
   if not changes:
     return Finding("Pauses", says)
-  return Finding("Pauses", says, " ".join(changes), f"{percent(saved)} of the time", saved)
+  return Finding("Pauses", says, " ".join(changes), f"saves {percent(saved)} of the time", saved)
+
+
+def _longest(run: RunHistory) -> int:
+  """Returns the longest period, in schedule_unit, with which a run still has its fewest pauses."""
+  total = run.derived.get(_BUDGETS.get(run.config.get("schedule_unit", "steps"), ""), 0)
+  return total // _FEWEST_PAUSES if type(total) is int else 0
 
 
 def _number(value: object) -> float:
@@ -197,12 +215,13 @@ def _steps(run: RunHistory) -> Finding:
   seconds = _recent(run, "step_seconds")
   median = float(np.median(seconds))
   held_up = float(np.maximum(seconds - _LONG * median, 0).sum() / seconds.sum()) if median else 0.0
-  last = run.metrics.last
+  last, speeds = run.metrics.last, _recent(run, "tokens_per_second")
   count = int(last.get("gradient_accumulation_steps", 1))
+  speed = f", {np.median(speeds):,.0f} tokens/s" if len(speeds) else ""
   says = (
-    f"{median:.3g} s at the median of {len(seconds)}, {last.get('tokens_per_second', 0):,.0f} tokens/s, "
-    f"{count:,} × {int(last.get('micro_batch_to_train', 0)):,} samples; steps over {_LONG:g} times that "
-    f"lose {percent(held_up)}"
+    f"{median:.3g} s{speed} (medians of {len(seconds)} steps), with {count:,} × "
+    f"{int(last.get('micro_batch_to_train', 0)):,} samples; what steps take beyond {_LONG:g} times "
+    f"their median is {percent(held_up)} of the time"
   )
   if count == 1 or run.config.get("micro_batch_size") == "auto":
     return Finding("Steps", says)

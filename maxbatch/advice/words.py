@@ -32,7 +32,8 @@ def span(days: float) -> str:
   """Returns how long a run takes: 2.3 days, 5.1 hours, 40 seconds."""
   for size, unit in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes")):
     if days >= size:
-      return f"{days / size:,.3g} {unit}"
+      number = f"{days / size:,.3g}"
+      return f"1 {unit.removesuffix('s')}" if number == "1" else f"{number} {unit}"
   return f"{DAY * days:.3g} seconds"
 
 
