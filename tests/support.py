@@ -107,9 +107,12 @@ def model_config(**keys: object) -> ModelConfig:
   return config(**keys).model
 
 
-def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, stage: int = 1, expert: int = 1) -> Mesh:
+def mesh(
+  data: int = 1, fsdp: int = 1, tensor: int = 1, stage: int = 1, expert: int = 1, context: int = 1
+) -> Mesh:
   """A mesh of the first simulated devices."""
-  topology = Topology.of(data=data, fsdp=fsdp, tensor=tensor, stage=stage, expert=expert)
+  sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "stage": stage, "expert": expert}
+  topology = Topology(sizes | {"context": context})
   return make_mesh(topology, jax.devices()[: topology.num_devices])
 
 

@@ -309,16 +309,14 @@ def test_layers_of_two_kinds_take_two_kernels(monkeypatch: pytest.MonkeyPatch):
     ((2, 2, 2, 1), 4, 4),
     ((2, 1, 2, 2), 4, 1),
     ((1, 4, 2, 1), 3, 3),
+    ((2, 1, 2, 1, 2), 4, 2),
   ],
-  ids=["key heads repeated", "all axes", "stage idle", "heads whole"],
+  ids=["key heads repeated", "all axes", "stage idle", "heads whole", "tokens divided"],
 )
-def test_devices_with_their_own_rows_and_heads_equal_one(
-  sizes: tuple[int, int, int, int], N: int, K: int
-):
+def test_devices_with_their_own_rows_and_heads_equal_one(sizes: tuple[int, ...], N: int, K: int):
   """Under a mesh, and inside a shard_map over data as in the step; gradients too."""
-  data, fsdp, tensor, stage = sizes
-  topology = Topology.of(data=data, fsdp=fsdp, tensor=tensor, stage=stage)
-  mesh = make_mesh(topology, jax.devices())
+  names = ("data", "fsdp", "tensor", "stage", "context")
+  mesh = make_mesh(Topology(dict(zip(names, sizes, strict=False))), jax.devices())
   arrays, ids_BT = operands(N, K, 128, B=8), segments(8, 128)
 
   def attend(q_BTNH, k_BSKH, v_BSKH, ids_BT):
@@ -338,6 +336,19 @@ def test_devices_with_their_own_rows_and_heads_equal_one(
   wanted = with_gradients(by_products(ids_BT, 40), *arrays)
   for ours, theirs in zip(got, wanted, strict=True):
     np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
+
+
+def test_heads_that_the_devices_of_a_row_cannot_divide_are_refused():
+  mesh = make_mesh(Topology.of(tensor=2, context=4), jax.devices())
+  with jax.set_mesh(mesh), pytest.raises(UserError) as caught:
+    jax.eval_shape(
+      lambda q, k, v: flash.flash_attention(q, k, v, None, 0, KERNELS["gpu"]), *operands(4, 2, 128)
+    )
+  assert str(caught.value) == (
+    "attention=flash divides the heads of a row over the devices that share its tokens, and "
+    "base_num_query_heads=4 is not a multiple of tensor 2 × context 4; use attention=dot_product, or "
+    "for example ici_context_parallelism=2"
+  )
 
 
 def test_without_a_mesh_nothing_is_known_of_the_devices():

@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 
-from maxbatch.batch.from_config import check_can_continue, plan_batches
+from maxbatch.batch.from_config import plan_batches
 from maxbatch.config.load import load_config, without_effect
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.hardware.topologies import count_devices
 from maxbatch.noise.controller import check_noise
 from maxbatch.train import main
+from maxbatch.training.noise_run import check_can_continue
 
 STEERED = {
   "batch_schedule": "gns",

@@ -10,7 +10,7 @@ import pytest
 
 TABLE = """
 from maxbatch.core import topology
-topology.AXES += (topology.MeshAxis("trial", "trial", depth=5),)
+topology.AXES += (topology.MeshAxis("trial", "trial", depth=6),)
 topology.AXIS_NAMES += ("trial",)
 import trial_axis
 trial_axis.main()

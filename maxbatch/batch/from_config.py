@@ -140,9 +140,10 @@ def mesh_of(config: Config, num_devices: int, num_slices: int = 1) -> Topology:
   """Returns the `topology` of a configuration, whose model it can divide.
 
   Raises:
-    UserError: it is none, or does not divide the experts.
+    UserError: it is none, or does not divide the experts, or the tokens of rows.
   """
   result, experts = topology(config.mesh, num_devices, num_slices), config.model.num_experts
+  _check_context(config, result)
   ways = result.shape.get("expert", 1)
   if experts % ways:
     ici, dcn = result.ici["expert"], result.dcn["expert"]
@@ -170,6 +171,33 @@ def sparse_experts(model: ModelConfig, plan: BatchPlan) -> list[str]:
     f"num_experts_per_tok={model.num_experts_per_tok} / num_experts={model.num_experts}), below Switch-C's "
     f"{FEWEST_EXPERT_TOKENS}, the fewest published that we know of, which {enough:,} samples a step give"
   ]
+
+
+def _check_context(config: Config, mesh: Topology) -> None:
+  """Refuses what does not work where devices share the tokens of a row."""
+  if (ways := mesh.shape.get("context", 1)) == 1:
+    return
+  schedule, experts = config.pipeline.pipeline_schedule, config.model.num_experts
+  generations, noise = config.rl.num_generations, config.noise.gns
+  ici, length = mesh.ici["context"], config.batch.max_target_length
+  near = " or ".join(str(size) for size in nearest_multiples(ways, Fraction(length)))
+  is_staged, tensor = schedule != "none" or mesh.shape["stage"] > 1, f"ici_tensor_parallelism={ici}"
+  for is_refused, given, working in (
+    (
+      is_staged,
+      f"pipeline_schedule={schedule}",
+      "pipeline_schedule=none ici_pipeline_parallelism=1",
+    ),
+    (experts > 1, f"num_experts={experts}", "num_experts=1"),
+    (noise != "off", f"gns={noise}", "gns=off gns_from_microbatches=true"),
+    (is_rl(config.rl), f"num_generations={generations}", f"{tensor} ici_context_parallelism=1"),
+    (length % ways, f"max_target_length={length}", f"max_target_length={near}"),
+  ):
+    if is_refused:
+      raise UserError(
+        f"{given} does not work where {ways} devices share the tokens of a row (ici_context_parallelism="
+        f"{ici} × dcn_context_parallelism={mesh.dcn['context']}); use {working}"
+      )
 
 
 def plan_batches(
@@ -364,32 +392,3 @@ def resumed_plan(
   if steered:
     plan = plan.with_schedule([(int(at), batch) for at, batch in saved["batch_schedule"]])
   return plan.starting_at(position)
-
-
-def check_can_continue(plan: BatchPlan, first: int, now: int) -> None:
-  """Refuses sizes with which a run with batch_schedule=gns cannot be resumed.
-
-  Such a run began with `first` samples per step, and had come to `now` at the checkpoint.
-
-  Raises:
-    UserError: the run began with another batch, or the microbatch does not divide the present one.
-  """
-  batch, micro = plan.global_batch_to_train, plan.micro_batch_to_train
-  if batch != first:
-    raise UserError(
-      f"global_batch_to_train={batch} must be the {first} samples per step with which this run "
-      f"began, because batch_schedule=gns continues from there; for example batch_size={first}, or "
-      "another run_name"
-    )
-  if now % micro:
-    raise UserError(
-      f"micro_batch_to_train={micro} must divide the {now} samples per step that "
-      f"batch_schedule=gns has reached in this run; for example {_micro_batch_that_works(plan, now)}"
-    )
-
-
-def _micro_batch_that_works(plan: BatchPlan, batch: int) -> str:
-  common = math.gcd(batch, plan.micro_batch_to_train)
-  if common % plan.topology.num_batch_groups:
-    return "another mesh, or another run_name"
-  return f"per_device_batch_size={text(plan.per_device(common))} gradient_accumulation_steps=-1"

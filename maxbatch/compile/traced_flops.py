@@ -63,7 +63,7 @@ def model_flops_per_token(model: Model, length: int) -> float:
     (4 if path in model.frozen else 6) * math.prod(shapes[path]) * active_share(config, axes)
     for path, axes in model.axes().items()
     if len([axis for axis in axes if axis != "layers"]) > 1
-    and axes[0] != "length"
+    and axes[0] != "position"
     and path[-1] not in ("bias", "scale")
     and not (tables and axes[0] == "vocab")
   )

@@ -1,7 +1,7 @@
 """The arithmetic of one step: any sufficient subset of its batch sizes determines the others.
 
 A mesh of D devices forms G = data × fsdp data-parallel groups. Each group reads its own samples;
-the devices within a group (the tensor and stage axes) share them. One microbatch has r samples for
+the devices within a group (the context, tensor and stage axes) share them. One microbatch has r samples for
 each group, and one optimizer step accumulates k microbatches:
 
     micro_batch_to_train  = G · r = D · per_device_batch_size        samples per microbatch

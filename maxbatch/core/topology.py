@@ -27,7 +27,8 @@ AXES = (
   MeshAxis("data", "data", depth=0, divides_batch=True),
   MeshAxis("fsdp", "fsdp", depth=2, divides_batch=True),
   MeshAxis("expert", "expert", depth=3, divides_batch=True, is_optional=True),
-  MeshAxis("tensor", "tensor", depth=4),
+  MeshAxis("context", "context", depth=4, is_optional=True),
+  MeshAxis("tensor", "tensor", depth=5),
   MeshAxis("stage", "pipeline", depth=1),
 )
 """Every axis there is. Neighbouring devices differ along the last one.
@@ -36,13 +37,13 @@ With a row here, its pair of keys and a place in hardware/sharding.py, an axis i
 """
 AXIS_NAMES = tuple(axis.name for axis in AXES)
 BATCH_AXES = tuple(axis.name for axis in AXES if axis.divides_batch)
-WEIGHT_AXES = ("fsdp", "expert")
-"""Those of them that divide weights; experts' matrices are divided by `fsdp`, and whole experts by
-`expert`."""
+WEIGHT_AXES = ("fsdp", "expert", "context")
+"""Those whose devices have tokens of their own and divide the weights: `fsdp` and `expert` by rows,
+`context` the tokens of each row. Experts' matrices are divided by `fsdp`, whole experts by `expert`."""
 
 
 def weight_groups(sizes: Mapping[str, int]) -> int:
-  """Returns the groups of devices with different rows that share one copy of the weights."""
+  """Returns the groups of devices with different tokens that share one copy of the weights."""
   return math.prod(sizes.get(name, 1) for name in WEIGHT_AXES)
 
 
@@ -106,7 +107,7 @@ class Topology:
 
   @property
   def weight_groups(self) -> int:
-    """Groups of devices with samples of their own that share one copy of the weights."""
+    """Groups of devices with tokens of their own that share one copy of the weights."""
     return weight_groups(self.shape)
 
   def __str__(self) -> str:

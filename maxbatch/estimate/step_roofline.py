@@ -307,7 +307,7 @@ def link_seconds(
   fsdp, ways, groups = mesh.shape["fsdp"], mesh.shape["tensor"], mesh.weight_groups
   is_divided = weight_shards(work, mesh)[0] > 1
   # Slices that divide weights gather them over their hosts' network.
-  ring = groups // fsdp
+  ring = mesh.shape.get("expert", 1)
   each = _ring_seconds(chip, groups, ways, crosses=weight_groups(mesh.dcn) > 1)
   of_experts = work.model.base_num_decoder_layers * expert_parameters(work.model) / ring
   # Whole experts are gathered by no device but those that hold them.

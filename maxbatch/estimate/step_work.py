@@ -138,14 +138,13 @@ def step_work(config: Config) -> StepWork:
   precision, optimizer = config.precision, config.optimizer
   dtype = precision.precision if precision.dtype == "auto" else precision.dtype
   first = _BYTES[optimizer.mu_dtype]
+  kept = {"sgd": first, "muon": first, "adafactor": 0}
   return StepWork(
     model=config.model,
     length=config.batch.max_target_length,
     compute_bytes=_BYTES[dtype],
     weight_bytes=_BYTES[precision.weight_dtype],
-    optimizer_bytes={"sgd": first, "muon": first, "adafactor": 0}.get(
-      optimizer.opt_type, first + 4
-    ),
+    optimizer_bytes=kept.get(optimizer.opt_type, first + 4),
   )
 
 

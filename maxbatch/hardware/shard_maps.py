@@ -1,4 +1,4 @@
-"""Code that each device runs for its own rows, in shard_maps, where the compiler would shard it badly."""
+"""Code that each device runs for its own tokens, in shard_maps, where the compiler would shard it badly."""
 
 import functools
 import math
@@ -16,10 +16,14 @@ Result = TypeVar("Result")
 
 
 def over_rows(
-  function: Callable[..., Result], stored: jax.Array, axes: LogicalAxes, *rows: jax.Array
+  function: Callable[..., Result],
+  stored: jax.Array,
+  axes: LogicalAxes,
+  *rows: jax.Array,
+  is_summed: bool = False,
 ) -> Result:
-  """Runs `function(whole parameter, *rows)` on each device for its own rows: (B, …) → one or more
-  arrays (B, …).
+  """Runs `function(whole parameter, *rows)` on each device for its own rows, or its tokens of them:
+  (B, …) → one or more arrays (B, …).
 
   For code that the compiler would shard badly over fsdp: gathers, for which it moves rows between
   devices, and sums over tokens in a loop, which it all-reduces in every iteration. Here the
@@ -29,7 +33,9 @@ def over_rows(
     function: of the whole parameter and one device's rows.
     stored: the parameter, in any sharding.
     axes: its logical axes.
-    rows: arrays whose first dimension is the batch.
+    rows: arrays whose first dimension is the batch, and the second, if any, the row's tokens where an
+      axis divides these.
+    is_summed: whether it returns sums over its tokens, (1,) each: they come as (F,).
   """
   if not (names := _open_weight_axes()):
     return function(stored, *rows)
@@ -43,11 +49,71 @@ def over_rows(
 
   return jax.shard_map(
     local,
-    in_specs=(place, *(PartitionSpec(names) for _ in rows)),
-    out_specs=PartitionSpec(names),
+    in_specs=(place, *(_token_spec(x.shape) for x in rows)),
+    out_specs=PartitionSpec(names) if is_summed else _token_spec(rows[0].shape),
     axis_names=set(names),
     check_vma=False,
   )(stored, *rows)
+
+
+def over_queries(
+  attend: Callable[..., jax.Array],
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  first_BT: jax.Array,
+  sink_BN: jax.Array | None,
+) -> jax.Array:
+  """Runs attention on each device for the queries of its own tokens of a row, to the keys of all:
+  (B, T, N, H) → (B, T, N, H).
+
+  Keys and values are all-gathered before, and their gradients reduce-scattered after; where no axis
+  divides tokens, nothing is. All other axes are taken too: the compiler would gather rows along them.
+
+  Args:
+    attend: of queries, all keys and values, `first_BT`, `sink_BN`, and int32[T], the places of these
+      queries in the row; None: they are all there are.
+    first_BT: int32[B or 1, T], of each query.
+    sink_BN: float32[B or 1, N]; None: there is none.
+  """
+  sizes = auto_axis_sizes()
+  if sizes["context"] == 1 or q_BTNH.shape[1] % sizes["context"]:
+    return attend(q_BTNH, k_BSKH, v_BSKH, first_BT, sink_BN, None)
+
+  def local(q, k, v, first_BT, sink_BN):
+    T = q.shape[1]
+    places_T = jax.lax.axis_index("context") * T + jnp.arange(T)
+    k, v = (_all_parts(x, 1, ("context",)) for x in (k, v))
+    return attend(q, k, v, first_BT, sink_BN, places_T)
+
+  N, tensor = q_BTNH.shape[2], sizes["tensor"]
+  k_BSKH, v_BSKH = (divisible_heads(x, N, tensor) for x in (k_BSKH, v_BSKH))
+  used = {name for name, size in sizes.items() if size > 1}
+
+  def place(x: jax.Array, *axes: str) -> PartitionSpec:
+    return _only(used, auto_axes_spec(axes, x.shape))
+
+  heads = (place(x, "batch", "length", "heads", "head_dim") for x in (q_BTNH, k_BSKH, v_BSKH))
+  queries, keys, values = heads
+  first = place(first_BT, "batch", "length")
+  sink = None if sink_BN is None else place(sink_BN, "batch", "heads")
+  return jax.shard_map(
+    local,
+    in_specs=(queries, keys, values, first, sink),
+    out_specs=queries,
+    axis_names=used,
+    check_vma=False,
+  )(q_BTNH, k_BSKH, v_BSKH, first_BT, sink_BN)
+
+
+def divisible_heads(x_BSKH: jax.Array, num_query_heads: int, ways: int) -> jax.Array:
+  """Repeats key/value heads until `ways` devices divide them, where they divide the query heads.
+
+  Each device then holds just the heads its queries need: one, if K is less than `ways`.
+  """
+  K = x_BSKH.shape[2]
+  repeats = math.lcm(K, ways) // K if num_query_heads % ways == 0 else 1
+  return jnp.repeat(x_BSKH, repeats, axis=2) if repeats > 1 else x_BSKH
 
 
 def by_device(
@@ -211,6 +277,14 @@ def _open_weight_axes() -> tuple[str, ...]:
   """Returns the mesh axes that divide weights, with devices, and that no shard_map has taken."""
   sizes = auto_axis_sizes()
   return tuple(name for name in WEIGHT_AXES if sizes[name] > 1)
+
+
+def _token_spec(shape: Sequence[int]) -> PartitionSpec:
+  """Returns the PartitionSpec of an array (B, …) or (B, T, …) over the axes that divide weights."""
+  names, size = _open_weight_axes(), auto_axis_sizes()["context"]
+  rows = tuple(name for name in names if name in BATCH_AXES) or None
+  divided = size > 1 and len(shape) > 1 and shape[1] % size == 0
+  return PartitionSpec(rows, "context" if divided else None) if size > 1 else PartitionSpec(rows)
 
 
 def _weight_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:

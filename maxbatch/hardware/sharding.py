@@ -37,10 +37,12 @@ LOGICAL_AXIS_RULES: dict[str | None, tuple[str, ...]] = {
   "vocab": ("tensor",),
   "heads": ("tensor",),
   "kv_heads": ("tensor",),
+  "heads_of_rows": ("tensor", "context"),
   "mlp": ("tensor",),
   "expert": ("expert",),
   "head_dim": (),
-  "length": (),
+  "length": ("context",),
+  "position": (),
   "activation_embed": (),
   "fsdp_part": WEIGHT_AXES,
   "tensor_part": ("tensor",),
@@ -202,7 +204,7 @@ def auto_axes_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
 
 
 def auto_weight_groups() -> int:
-  """Returns the groups of devices with different rows that share one copy of the weights, in the
+  """Returns the groups of devices with different tokens that share one copy of the weights, in the
   enclosing code."""
   return weight_groups(auto_axis_sizes())
 

@@ -16,7 +16,8 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig, is_latent, query_dim, rotated_dim
-from maxbatch.hardware.sharding import constrain
+from maxbatch.hardware.shard_maps import over_queries
+from maxbatch.hardware.sharding import auto_axis_sizes, constrain
 from maxbatch.hugging_face.model_keys import layer_types
 from maxbatch.models import flash
 from maxbatch.models.cache import LayerCache, dot_product_attention
@@ -194,6 +195,9 @@ def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> j
     before_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     begins_BT = jnp.where(segment_ids_BT != before_BT, places_1T, 0)
     first_BT = jax.lax.cummax(begins_BT, axis=1)
+    if auto_axis_sizes()["context"] > 1:
+      # Of whole rows on each device: a scan over divided tokens would send messages.
+      first_BT = constrain(first_BT, ("batch", None))
   if window:
     first_BT = jnp.maximum(first_BT, places_1T - window + 1)
   return first_BT
@@ -279,8 +283,12 @@ class Attention(nnx.Module):
     elif self.config.attention == "flash" and flash.has_devices():
       out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at, sink_BN)
     else:
-      rows = q_BTNH, k_BSKH, v_BSKH, at.first_BT
-      out_BTNH = dot_product_attention(*rows, cap, self.policy, sink_BN)
+      rows = q_BTNH, k_BSKH, v_BSKH, at.first_BT, sink_BN
+
+      def attend(q, k, v, first_BT, sink_BN, places_T):
+        return dot_product_attention(q, k, v, first_BT, cap, self.policy, sink_BN, places_T)
+
+      out_BTNH = over_queries(attend, *rows)
       out_BTNH = named(out_BTNH, "context")
     out_BTNH = named(self.policy.cast(out_BTNH), "attention_out")
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))

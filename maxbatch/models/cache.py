@@ -35,6 +35,7 @@ def dot_product_attention(
   soft_cap: float = 0.0,
   policy: Policy = PLAIN,
   sink_BN: jax.Array | None = None,
+  places_T: jax.Array | None = None,
 ) -> jax.Array:
   """Returns attention (B, T, N, H) of each query to the keys from its first to itself; softmax in float32.
 
@@ -45,6 +46,7 @@ def dot_product_attention(
     soft_cap: logits become cap·tanh(logit/cap) (Gemma 2); 0: they stay as they are.
     policy: in which format the operands of matrix products are, these and those made here.
     sink_BN: float32[B or 1, N]: a logit of each head beside those of the keys, without a value (gpt-oss).
+    places_T: int32: the places of the queries among the keys, where they are some of the row's tokens.
   """
   B, T, N, H = q_BTNH.shape
   K, G = k_BSKH.shape[2], N // k_BSKH.shape[2]
@@ -52,7 +54,8 @@ def dot_product_attention(
   q_BKXH = policy.cast(q_BTNH / math.sqrt(H)).transpose(0, 2, 1, 3).reshape(B, K, G * T, H)
   k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
   sink_BKX = None if sink_BN is None else _by_query(sink_BN, K, T)
-  rows = q_BKXH, k_BKSH, v_BKSH, jnp.tile(first_BT, (1, G)), sink_BKX
+  places_X = None if places_T is None else jnp.tile(places_T, G)
+  rows = q_BKXH, k_BKSH, v_BKSH, (jnp.tile(first_BT, (1, G)), places_X), sink_BKX
   out_BKXH = _attend(*rows, soft_cap, policy)
   return out_BKXH.reshape(B, N, T, -1).transpose(0, 2, 1, 3)
 
@@ -71,16 +74,19 @@ def capped(logits: jax.Array, soft_cap: float) -> jax.Array:
   return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
 
 
-def _masked(logits_BKXS: jax.Array, first_BX: jax.Array) -> jax.Array:
-  S = logits_BKXS.shape[-1]
-  keys_S, last_X = jnp.arange(S), jnp.arange(first_BX.shape[1]) % S
+def _masked(logits_BKXS: jax.Array, seen: tuple[jax.Array, jax.Array | None]) -> jax.Array:
+  """Masks keys outside of what each query sees, from its first int32[B or 1, X] to its own place
+  int32[X]; None: the queries are those of the whole row, G times."""
+  S, (first_BX, last_X) = logits_BKXS.shape[-1], seen
+  keys_S = jnp.arange(S)
+  last_X = jnp.arange(first_BX.shape[1]) % S if last_X is None else last_X
   causal_XS = keys_S[None, :] <= last_X[:, None]
   seen_BXS = causal_XS[None] & (keys_S[None, None, :] >= first_BX[:, :, None])
   return jnp.where(seen_BXS[:, None], logits_BKXS, jnp.finfo(jnp.float32).min)
 
 
-def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, soft_cap, policy):
-  logits_BKXS = _masked(capped(_logits(q_BKXH, k_BKSH), soft_cap), first_BX)
+def _forward(q_BKXH, k_BKSH, v_BKSH, seen, sink_BKX, soft_cap, policy):
+  logits_BKXS = _masked(capped(_logits(q_BKXH, k_BKSH), soft_cap), seen)
   max_BKX1 = logits_BKXS.max(-1, keepdims=True)
   exp_BKXS = jnp.exp(logits_BKXS - max_BKX1)
   sum_BKX1 = exp_BKXS.sum(-1, keepdims=True)
@@ -91,14 +97,14 @@ def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, soft_cap, policy):
   mixed_BKXH = jnp.matmul(exp_BKXS, v_BKSH, preferred_element_type=jnp.float32)
   out_BKXH = policy.rounded(mixed_BKXH / sum_BKX1)
   log_sum_BKX1 = max_BKX1 + jnp.log(sum_BKX1)
-  return out_BKXH, (q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, out_BKXH, log_sum_BKX1)
+  return out_BKXH, (q_BKXH, k_BKSH, v_BKSH, seen, sink_BKX, out_BKXH, log_sum_BKX1)
 
 
 def _backward(soft_cap, policy, kept, d_out_BKXH):
-  q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, out_BKXH, log_sum_BKX1 = kept
+  q_BKXH, k_BKSH, v_BKSH, seen, sink_BKX, out_BKXH, log_sum_BKX1 = kept
   f32 = jnp.float32
   capped_BKXS = capped(_logits(q_BKXH, k_BKSH), soft_cap)
-  weights_BKXS = jnp.exp(_masked(capped_BKXS, first_BX) - log_sum_BKX1)
+  weights_BKXS = jnp.exp(_masked(capped_BKXS, seen) - log_sum_BKX1)
   d_v_BKSH = jnp.matmul(policy.rounded(weights_BKXS).mT, d_out_BKXH)
   d_weights_BKXS = jnp.matmul(d_out_BKXH, v_BKSH.mT, preferred_element_type=f32)
   # Σ_s weight · d_weight, without another pass over (X, S).

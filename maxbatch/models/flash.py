@@ -21,6 +21,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from maxbatch.config.schema import ModelConfig, is_latent
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
+from maxbatch.hardware.shard_maps import divisible_heads
 from maxbatch.hardware.sharding import auto_axes_spec
 from maxbatch.precision.formats import BFLOAT16, FLOAT32, Format
 
@@ -131,7 +132,9 @@ def flash_attention(
   """Returns causal attention (B, T, N, H), each device working on its own rows and heads.
 
   The compiler cannot divide these kernels by itself. So a shard_map takes over all mesh axes that
-  none around it has taken: rows are divided over fsdp and heads over tensor, as everywhere.
+  none around it has taken: rows are divided over fsdp and heads over tensor, as everywhere. A kernel
+  needs whole rows: where context divides their tokens, an all-to-all divides heads instead, and
+  another one tokens again (Jacobs et al. 2023).
 
   Args:
     k_BSKH: keys, S equal to T.
@@ -140,17 +143,22 @@ def flash_attention(
     kernel: what to run on each device; None: what belongs to the mesh's devices.
     soft_cap: logits become cap·tanh(logit/cap), on a TPU; 0: they stay as they are.
     sink_BN: as in `dot_product_attention`, on a TPU.
+
+  Raises:
+    UserError: context divides tokens, and not the heads.
   """
   mesh = jax.sharding.get_abstract_mesh()
   run = kernel or KERNELS[mesh.abstract_device.platform]
   run = functools.partial(run, soft_cap=soft_cap) if soft_cap else run
-  k_BSKH, v_BSKH = (_divisible(x, q_BTNH.shape[2], mesh.shape["tensor"]) for x in (k_BSKH, v_BSKH))
-  queries = auto_axes_spec(("batch", "length", "heads", "head_dim"), q_BTNH.shape)
-  keys = auto_axes_spec(("batch", "length", "kv_heads", "head_dim"), k_BSKH.shape)
-  rows = auto_axes_spec(("batch", "length"), q_BTNH.shape[:2])
+  ways = mesh.shape["tensor"] * mesh.shape.get("context", 1)
+  _check_heads(q_BTNH.shape[2], mesh.shape["tensor"], mesh.shape.get("context", 1))
+  k_BSKH, v_BSKH = (divisible_heads(x, q_BTNH.shape[2], ways) for x in (k_BSKH, v_BSKH))
+  axes = ("batch", None, "heads_of_rows", "head_dim")
+  queries, keys = (auto_axes_spec(axes, x.shape) for x in (q_BTNH, k_BSKH))
+  rows = auto_axes_spec(("batch", None), q_BTNH.shape[:2])
   B, _, N, _ = q_BTNH.shape
   sinks_BN = [] if sink_BN is None else [jnp.broadcast_to(sink_BN, (B, N))]
-  sinks = [auto_axes_spec(("batch", "heads"), (B, N))] * len(sinks_BN)
+  sinks = [auto_axes_spec(("batch", "heads_of_rows"), (B, N))] * len(sinks_BN)
   # Without check_vma, which splash attention does not know, an axis that divides nothing costs an
   # all-reduce of equal gradients: correct, but only `stage` can be such an axis and be large.
   return jax.shard_map(
@@ -162,14 +170,16 @@ def flash_attention(
   )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, *sinks_BN)
 
 
-def _divisible(x_BSKH: jax.Array, num_query_heads: int, ways: int) -> jax.Array:
-  """Repeats key/value heads until `ways` devices divide them, where they divide the query heads.
-
-  Each device then holds just the heads its queries need: one, if K is less than `ways`.
-  """
-  K = x_BSKH.shape[2]
-  repeats = math.lcm(K, ways) // K if num_query_heads % ways == 0 else 1
-  return jnp.repeat(x_BSKH, repeats, axis=2) if repeats > 1 else x_BSKH
+def _check_heads(num_heads: int, tensor: int, context: int) -> None:
+  """Refuses rows whose tokens are divided over devices that cannot divide their heads."""
+  if context == 1 or num_heads % (tensor * context) == 0:
+    return
+  fitting = math.gcd(num_heads // math.gcd(num_heads, tensor), context)
+  raise UserError(
+    f"attention=flash divides the heads of a row over the devices that share its tokens, and "
+    f"base_num_query_heads={num_heads} is not a multiple of tensor {tensor} × context {context}; use "
+    f"attention=dot_product, or for example ici_context_parallelism={fitting}"
+  )
 
 
 def tpu_attention(

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from maxbatch.hardware.sharding import auto_axis_sizes
+
 
 def is_for_tpu() -> bool:
   """Returns whether what is traced here is for TPUs; not without a mesh."""
@@ -26,8 +28,9 @@ def projected(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
   On CPU as one product of matrices, rows flattened: XLA then forms the weight gradient as a plain
   matrix product too, which is 1.5 times as fast as contracting (B, T). On TPU heads stay dims of
   their own: to make (N, H) one dim the compiler moves the whole array, for 8% of the time of a step.
+  Where devices divide the tokens of rows, too: (B, T) as one dim could not be divided along both.
   """
-  if is_for_tpu():
+  if is_for_tpu() or auto_axis_sizes()["context"] > 1:
     return jnp.tensordot(x, kernel, num_inputs)
   matrix = kernel.reshape(math.prod(kernel.shape[:num_inputs]), -1)
   batch = x.shape[: x.ndim - num_inputs]

@@ -122,7 +122,9 @@ class Transformer(nnx.Module):
     longest = config.max_position_embeddings
     learned = config.position_embedding == "learned"
     shape = (max_target_length if longest == -1 else longest, D)
-    self.position_embedding = parameter(rngs, std, shape, ("length", "embed")) if learned else None
+    self.position_embedding = (
+      parameter(rngs, std, shape, ("position", "embed")) if learned else None
+    )
     dense = config.first_num_dense_layers
     plain = dataclasses.replace(config, num_experts=1)
     self.dense_layers = stacked_blocks(rngs, plain, self.block, dense) if dense else None

@@ -177,7 +177,7 @@ def cross_entropy_parts(
   if scale is not None:  # For each row, as `over_rows` takes it.
     rows += (jnp.broadcast_to(scale, weights_BT.shape[:1]),)
   with jax.named_scope("head"):
-    return over_rows(of_rows, matrix_DV, _MATRIX_AXES, *rows)
+    return over_rows(of_rows, matrix_DV, _MATRIX_AXES, *rows, is_summed=True)
 
 
 def _zero(metrics: Metrics) -> LossSums:

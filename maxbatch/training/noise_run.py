@@ -8,6 +8,7 @@ A step's gradient is Σ s_b / W: s_b is the gradient of row b's summed loss, W t
 """
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +17,11 @@ from typing import Any, Protocol, Self
 import jax
 import numpy as np
 
-from maxbatch.batch.from_config import check_can_continue
 from maxbatch.config.schema import NoiseConfig
+from maxbatch.core.keys import text
 from maxbatch.core.noise_scale import TOTAL, Estimate, Moments, moments
 from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import sync_errors
 from maxbatch.models.registry import Model, Probed
 from maxbatch.noise.advice import advice
@@ -340,3 +342,32 @@ class NoiseMeter:
     model = self._models[True]
     seen = {path for probe in model.probed() for path in probe.parameters}
     return [".".join(path) for path in sorted(set(model.axes()) - model.frozen - seen)]
+
+
+def check_can_continue(plan: BatchPlan, first: int, now: int) -> None:
+  """Refuses sizes with which a run with batch_schedule=gns cannot be resumed.
+
+  Such a run began with `first` samples per step, and had come to `now` at the checkpoint.
+
+  Raises:
+    UserError: the run began with another batch, or the microbatch does not divide the present one.
+  """
+  batch, micro = plan.global_batch_to_train, plan.micro_batch_to_train
+  if batch != first:
+    raise UserError(
+      f"global_batch_to_train={batch} must be the {first} samples per step with which this run "
+      f"began, because batch_schedule=gns continues from there; for example batch_size={first}, or "
+      "another run_name"
+    )
+  if now % micro:
+    raise UserError(
+      f"micro_batch_to_train={micro} must divide the {now} samples per step that "
+      f"batch_schedule=gns has reached in this run; for example {_micro_batch_that_works(plan, now)}"
+    )
+
+
+def _micro_batch_that_works(plan: BatchPlan, batch: int) -> str:
+  common = math.gcd(batch, plan.micro_batch_to_train)
+  if common % plan.topology.num_batch_groups:
+    return "another mesh, or another run_name"
+  return f"per_device_batch_size={text(plan.per_device(common))} gradient_accumulation_steps=-1"

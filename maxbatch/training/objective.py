@@ -99,7 +99,7 @@ class TextLoss:
     sums, terms, stats = row_sums(
       model, parameters, microbatch, keys_B, probes, metrics, scale, is_training=True
     )
-    loss, of_tokens = jax.tree.map(lambda x_F: partial_sums.of_rows(x_F[:, None]), sums)
+    loss, of_tokens = jax.tree.map(partial_sums.of_parts, sums)
     weight = partial_sums.of_rows(microbatch.weights.sum(1, keepdims=True))
     own_terms, own_stats = model_sums(terms, stats, scale)
     all_terms = OrderedDict({LOSS: Ratio(loss, weight)} | own_terms)

@@ -4,7 +4,7 @@ A reduction over an array that the mesh divides costs a message between devices,
 result. A step counts many numbers (loss, tokens, squared norms of many gradients): kept in parts,
 as arrays (…, F, S) with an entry per device along the mesh axes, they all share one message.
 
-F devices along fsdp and expert, which divide weights and rows, S along tensor.
+F devices along fsdp, expert and context, which divide weights and tokens, S along tensor.
 """
 
 import itertools
@@ -33,9 +33,17 @@ _AXES = (*WEIGHT_AXES, "tensor")
 
 def of_rows(x: jax.Array) -> jax.Array:
   """Sums over the rows of a batch: (…, B, S or 1) → (…, F, S)."""
-  F, (*lead, B, shards) = auto_weight_groups(), x.shape
-  ways = F if B % F == 0 else 1
-  return _padded_to(x.reshape(*lead, ways, B // ways, shards).sum(-2), (F, _shards()))
+  sharing, (*lead, B, shards) = auto_axis_sizes()["context"], x.shape
+  groups = auto_weight_groups() // sharing
+  ways = groups if B % groups == 0 else 1
+  summed = x.reshape(*lead, ways, B // ways, 1, shards).sum(-3)
+  padded = _padded_to(summed, (groups, sharing, _shards()))
+  return padded.reshape(*lead, groups * sharing, _shards())
+
+
+def of_parts(x_F: jax.Array) -> jax.Array:
+  """Spreads sums of each device's own tokens, as `over_rows` returns them: (F,) → (F, S)."""
+  return _padded_to(x_F[:, None], (auto_weight_groups(), _shards()))
 
 
 def of_one(x: jax.Array) -> jax.Array:

@@ -51,6 +51,7 @@ def num_tiles(config: ModelConfig, rows: int, length: int, *, is_kept: bool = Fa
   logits = math.prod(local_shape(("batch", "length", "vocab"), (rows, length, V))) * 4
   gradient = math.prod(local_shape((None, "vocab"), (D, V))) * 4
   largest = gradient // 4 if is_kept else gradient
+  length = local_shape(("batch", "length"), (rows, length))[1]
   wanted = min(length, -(-logits // max(largest, _SMALLEST_TILE)))
   # Tiles that divide the row need no copy; but a prime length has only those of one token.
   equal = next(tiles for tiles in range(wanted, length + 1) if length % tiles == 0)
@@ -58,7 +59,7 @@ def num_tiles(config: ModelConfig, rows: int, length: int, *, is_kept: bool = Fa
 
 
 def cut_tokens(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-  """Cuts (B, T, …) → (tiles, B, C, …) along T, which no mesh axis divides.
+  """Cuts (B, T, …) → (tiles, B, C, …) along T, the tokens that a device has.
 
   Where tiles do not divide T, the last ones are filled up with zeros: tokens without weight.
   """

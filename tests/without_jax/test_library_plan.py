@@ -240,7 +240,7 @@ REFUSALS: Mapping[str, tuple[dict[str, Any], str]] = {
   ),
   "an axis": (
     {"mesh": {"model": 2}},
-    "there is no mesh axis model; the axes are data, fsdp, expert, tensor, stage",
+    "there is no mesh axis model; the axes are data, fsdp, expert, context, tensor, stage",
   ),
   "a mesh of other devices": (
     {"mesh": {"data": 3}, "num_devices": 8},

@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import mesh_of as devices_of
-from maxbatch.batch.from_config import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import MeshConfig
+from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import AXES, AXIS_NAMES, Topology
 from maxbatch.errors import UserError
 
 _DEFAULT = load_config(["config=base"]).mesh
 _KEYS = [f"{kind}_{axis.key}_parallelism" for kind, axis in itertools.product(("ici", "dcn"), AXES)]
-_NOT_OPTIONAL = [key for key in _KEYS if "expert" not in key]
+_OPTIONAL = ("expert", "context")
+_NOT_OPTIONAL = [key for key in _KEYS if key.split("_")[1] not in _OPTIONAL]
 axis_sizes = st.sampled_from([-1, 1, 2, 3, 4, 6, 8])
 
 
@@ -52,7 +54,7 @@ def test_topologies_are_equal_whatever_their_mappings_say_and_leave_out():
   written = {Topology({"fsdp": 4, "data": 2, "stage": 1}), Topology.of(data=2, fsdp=4)}
   assert written == {Topology({name: {"data": 2, "fsdp": 4}.get(name, 1) for name in AXIS_NAMES})}
   with pytest.raises(
-    UserError, match="no mesh axis model; the axes are data, fsdp, expert, tensor, stage"
+    UserError, match="no mesh axis model; the axes are data, fsdp, expert, context, tensor, stage"
   ):
     Topology.of(model=2)
 
@@ -104,7 +106,7 @@ def test_slices_of_different_sizes_are_refused():
 
 
 @given(
-  st.tuples(*[axis_sizes] * 5), st.tuples(*[axis_sizes] * 5), st.integers(1, 24), st.integers(1, 6)
+  st.tuples(*[axis_sizes] * 6), st.tuples(*[axis_sizes] * 6), st.integers(1, 24), st.integers(1, 6)
 )
 def test_a_layout_uses_every_device_or_the_offered_example_does(ici, dcn, per_slice, slices):
   sizes = dict(zip(_KEYS, ici + dcn, strict=True))
@@ -115,7 +117,8 @@ def test_a_layout_uses_every_device_or_the_offered_example_does(ici, dcn, per_sl
     except UserError as error:
       example = re.findall(r"(\w+)=(\d+)", str(error).partition("for example ")[2])
       kind = example[0][0][:3]
-      assert len(example) == len(AXES) - (sizes[f"{kind}_expert_parallelism"] == 1)
+      left_out = [axis for axis in _OPTIONAL if sizes[f"{kind}_{axis}_parallelism"] == 1]
+      assert len(example) == len(AXES) - len(left_out)
       sizes |= {key: int(value) for key, value in example}
       continue
     assert layout.devices_per_slice == per_slice
@@ -149,3 +152,48 @@ def test_experts_that_the_devices_do_not_divide_are_refused_with_keys_that_work(
   )
   offered = str(caught.value).partition("for example ")[2].split()
   assert devices_of(load_config([*keys, *offered]), 8).shape["expert"] == 2
+
+
+# --- the tokens of a row --------------------------------------------------------------------------
+
+
+def context_plan(*keys: str) -> BatchPlan:
+  config = load_config(["config=base", "ici_context_parallelism=4", *keys])
+  return plan_batches(config.batch, config.run, devices_of(config, 8))
+
+
+def test_devices_that_share_the_tokens_of_a_row_have_a_fraction_of_it():
+  layout = context_plan("per_device_batch_size=1/4").topology
+  assert str(layout) == "data 2 × fsdp 1 × context 4 × tensor 1 × stage 1"
+  assert (layout.num_batch_groups, layout.weight_groups) == (2, 4)
+  assert context_plan("per_device_batch_size=1/4").micro_batch_to_train == 2
+  with pytest.raises(UserError) as caught:
+    context_plan("per_device_batch_size=1/8")
+  assert str(caught.value) == (
+    "per_device_batch_size=0.125 on 8 devices is 1 samples, which must be a positive multiple of the 2 "
+    "data-parallel groups (data 2 × fsdp 1); nearest: per_device_batch_size=0.25"
+  )
+
+
+@pytest.mark.parametrize(
+  ("key", "working"),
+  [
+    (
+      "pipeline_schedule=1f1b",
+      "pipeline_schedule=none ici_pipeline_parallelism=1",
+    ),
+    ("num_experts=4", "num_experts=1"),
+    ("gns=norm", "gns=off gns_from_microbatches=true"),
+    ("num_generations=8", "ici_tensor_parallelism=4 ici_context_parallelism=1"),
+    ("max_target_length=101", "max_target_length=100 or 104"),
+  ],
+)
+def test_what_needs_whole_rows_is_refused_with_what_works(key: str, working: str):
+  keys = ["config=base", "ici_context_parallelism=4", key]
+  with pytest.raises(UserError) as caught:
+    devices_of(load_config(keys), 8)
+  assert str(caught.value) == (
+    f"{key} does not work where 4 devices share the tokens of a row (ici_context_parallelism=4 × "
+    f"dcn_context_parallelism=1); use {working}"
+  )
+  devices_of(load_config([*keys, *working.partition(" or ")[0].split()]), 8)

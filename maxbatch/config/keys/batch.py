@@ -139,6 +139,9 @@ class MeshConfig(Section, heading="the mesh"):
   ici_expert_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
   """Expert parallelism within a slice: devices over which whole experts are divided, and the batch and
   other weights as by FSDP (docs/mixture_of_experts.md)."""
+  ici_context_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
+  """Context parallelism within a slice: devices over which the tokens of a row are divided, and weights
+  as by FSDP; for long rows (docs/long_rows.md)."""
   ici_tensor_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
   """Tensor parallelism within a slice: devices over which each matrix product is sharded."""
   ici_pipeline_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
@@ -149,6 +152,8 @@ class MeshConfig(Section, heading="the mesh"):
   """FSDP between slices, over the data center network."""
   dcn_expert_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
   """Expert parallelism between slices, over the data center network; rarely fast."""
+  dcn_context_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
+  """Context parallelism between slices, over the data center network; rarely fast."""
   dcn_tensor_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
   """Tensor parallelism between slices, over the data center network; rarely fast."""
   dcn_pipeline_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
