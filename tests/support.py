@@ -146,6 +146,15 @@ def relative_errors(tree: Any, reference: Any) -> dict[str, float]:
   return {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(errors)}
 
 
+def error(tree, reference) -> float:
+  """‖tree − reference‖ / ‖reference‖ of all leaves together, computed in float64."""
+  pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(reference), strict=True)
+  in_float64 = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+  squares = [(np.sum((a - b) ** 2), np.sum(b**2)) for a, b in in_float64]
+  off, norm = np.sum(squares, axis=0)
+  return float(np.sqrt(off / norm))
+
+
 def program_text(lowered: jax.stages.Lowered) -> str:
   """The compiled program."""
   text = lowered.compile().as_text()

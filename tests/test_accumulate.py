@@ -11,6 +11,7 @@ import pytest
 from support import (
   collectives,
   config,
+  error,
   in_microbatches,
   memory,
   mesh,
@@ -100,15 +101,6 @@ def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], c
   """That program."""
   function, params = summing_once(model, axes)
   return function.lower(params, feed(rows, k, axes, capacity), np.int32(k))
-
-
-def error(grads, expected) -> float:
-  """‖difference‖ / ‖expected‖ of the whole gradient, computed in float64."""
-  flat = [
-    np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
-    for tree in (grads, expected)
-  ]
-  return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
 
 
 @pytest.fixture(scope="module")

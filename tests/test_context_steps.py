@@ -6,7 +6,16 @@ import jax
 import numpy as np
 import pytest
 from initial_states import initial_state, random_parameters
-from support import SMALLEST, collectives, config, in_microbatches, mesh, program_text, uneven_rows
+from support import (
+  SMALLEST,
+  collectives,
+  config,
+  error,
+  in_microbatches,
+  mesh,
+  program_text,
+  uneven_rows,
+)
 
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Parameters, build_model
@@ -80,14 +89,6 @@ def stepped(parts: Trainer, name: str, k: int) -> tuple[Parameters, StepMetrics]
 def whole(name: str, k: int = 1) -> tuple[Parameters, StepMetrics]:
   """Of one device."""
   return stepped(trainer(name, {}), name, k)
-
-
-def error(found: Parameters, expected: Parameters) -> float:
-  """‖difference‖ / ‖expected‖ of the whole tree."""
-  each = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-  squares = [(np.sum((a - b) ** 2, dtype=float), np.sum(b**2, dtype=float)) for a, b in each]
-  off, norm = np.sum(squares, axis=0)
-  return float(np.sqrt(off / norm))
 
 
 @pytest.mark.parametrize(

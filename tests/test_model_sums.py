@@ -14,7 +14,7 @@ import pytest
 from experts import KEYS, experts
 from initial_states import initial_state, random_parameters
 from pipelined import poison
-from support import SMALLEST, config, in_microbatches, mesh, program_text, uneven_rows
+from support import SMALLEST, config, error, in_microbatches, mesh, program_text, uneven_rows
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.core.terms import Sum
@@ -86,14 +86,6 @@ def assert_same(found: tuple[Parameters, StepMetrics], expected: Any) -> None:
     assert metrics.metrics[name] == pytest.approx(whole_metrics.metrics[name], rel=1e-6)
   assert metrics.loss == pytest.approx(whole_metrics.loss, rel=1e-6)
   assert metrics.grad_norm == pytest.approx(whole_metrics.grad_norm, rel=1e-6)
-
-
-def error(found: Parameters, expected: Parameters) -> float:
-  """‖difference‖ / ‖expected‖ of the whole tree."""
-  each = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-  squares = [(np.sum((a - b) ** 2, dtype=float), np.sum(b**2, dtype=float)) for a, b in each]
-  off, norm = np.sum(squares, axis=0)
-  return float(np.sqrt(off / norm))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pipelined import (
   poison,
   program,
 )
+from support import error
 
 from maxbatch.pipeline_parallel.sizes import predicted_bubble
 from maxbatch.training import tick
@@ -53,15 +54,6 @@ KEEPING = [
   (Case(stash="residuals", stages=4, length=8, gpt2=True, keys=(*FULL, UNROLLED)), ONCE, (2, ALL)),
 ]
 """Every remat_policy: the first has what the configuration says, none."""
-
-
-def error(result, expected) -> float:
-  """‖difference‖ / ‖expected‖ of the whole gradient, computed in float64."""
-  flat = [
-    np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
-    for tree in (result, expected)
-  ]
-  return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,6 @@ from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
 
-_TRAINED = "metrics.jsonl"
-"""Where the steps of a branch are recorded."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
@@ -99,7 +96,7 @@ def removed_if_refused(folder: pathlib.Path) -> Iterator[None]:
   try:
     yield
   except UserError:
-    if is_new and not any(map(os.path.getsize, folder.rglob(_TRAINED))):
+    if is_new and not any(map(os.path.getsize, folder.rglob(RunFolder(folder).metrics.name))):
       shutil.rmtree(made, ignore_errors=True)
     raise
 
