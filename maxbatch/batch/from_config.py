@@ -177,8 +177,8 @@ def _check_context(config: Config, mesh: Topology) -> None:
   """Refuses what does not work where devices share the tokens of a row."""
   if (ways := mesh.shape.get("context", 1)) == 1:
     return
-  schedule, experts = config.pipeline.pipeline_schedule, config.model.num_experts
-  generations, noise = config.rl.num_generations, config.noise.gns
+  schedule = config.pipeline.pipeline_schedule
+  generations = config.rl.num_generations
   ici, length = mesh.ici["context"], config.batch.max_target_length
   near = " or ".join(str(size) for size in nearest_multiples(ways, Fraction(length)))
   is_staged, tensor = schedule != "none" or mesh.shape["stage"] > 1, f"ici_tensor_parallelism={ici}"
@@ -188,8 +188,6 @@ def _check_context(config: Config, mesh: Topology) -> None:
       f"pipeline_schedule={schedule}",
       "pipeline_schedule=none ici_pipeline_parallelism=1",
     ),
-    (experts > 1, f"num_experts={experts}", "num_experts=1"),
-    (noise != "off", f"gns={noise}", "gns=off gns_from_microbatches=true"),
     (is_rl(config.rl), f"num_generations={generations}", f"{tensor} ici_context_parallelism=1"),
     (length % ways, f"max_target_length={length}", f"max_target_length={near}"),
   ):

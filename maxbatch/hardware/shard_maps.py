@@ -10,7 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxbatch.core.topology import BATCH_AXES, WEIGHT_AXES
-from maxbatch.hardware.sharding import LogicalAxes, auto_axes_spec, auto_axis_sizes
+from maxbatch.hardware.sharding import (
+  LOGICAL_AXIS_RULES,
+  LogicalAxes,
+  auto_axes_spec,
+  auto_axis_sizes,
+)
 
 Result = TypeVar("Result")
 
@@ -33,8 +38,8 @@ def over_rows(
     function: of the whole parameter and one device's rows.
     stored: the parameter, in any sharding.
     axes: its logical axes.
-    rows: arrays whose first dimension is the batch, and the second, if any, the row's tokens where an
-      axis divides these.
+    rows: arrays whose first dimension is the batch, and the second, if it is as long as that of the first
+      array, the row's tokens.
     is_summed: whether it returns sums over its tokens, (1,) each: they come as (F,).
   """
   if not (names := _open_weight_axes()):
@@ -49,8 +54,8 @@ def over_rows(
 
   return jax.shard_map(
     local,
-    in_specs=(place, *(_token_spec(x.shape) for x in rows)),
-    out_specs=PartitionSpec(names) if is_summed else _token_spec(rows[0].shape),
+    in_specs=(place, *_token_specs(rows)),
+    out_specs=PartitionSpec(names) if is_summed else _token_specs(rows)[0],
     axis_names=set(names),
     check_vma=False,
   )(stored, *rows)
@@ -121,24 +126,26 @@ def by_device(
   parameters: Mapping[str, tuple[jax.Array, LogicalAxes]],
   *rows: jax.Array,
 ) -> tuple[jax.Array, Any]:
-  """Runs `function(parameters, *rows)` on each device for its own rows, experts, and part of a layer's
-  width.
+  """Runs `function(parameters, *rows)` on each device for its own rows, tokens of them, experts, and part
+  of a layer's width.
 
   For code that sorts and groups tokens, which the compiler would do for all devices' tokens at once.
   Parameters are gathered along fsdp before, and their gradients are reduced after.
 
   Args:
-    function: from parameters by name and one device's rows to an array (B, …), which is summed over
-      the devices that share the width, and a pytree of arrays (B, …) that are the same on these. It has
-      a part of the experts where it has fewer than there are; `ring_gathered` and `ring_summed` are for
-      these.
+    function: from parameters by name and one device's rows to an array (B, T, …), which is summed over
+      the devices that share the width, and a pytree of arrays (B, …), sums over the rows' tokens that are
+      the same on these. It has a part of the experts where it has fewer than there are; `ring_gathered`
+      and `ring_summed` are for these.
     parameters: with their logical axes, of which `mlp` is the width, and a leading `expert` that of
       arrays whose experts are divided.
-    rows: arrays whose first dimension is the batch.
+    rows: arrays (B, T, …).
   """
   sizes = auto_axis_sizes()
   if rows[0].shape[0] % math.prod(sizes.get(name, 1) for name in BATCH_AXES):
     sizes = dict.fromkeys(sizes, 1)
+  if rows[0].shape[1] % sizes["context"]:
+    sizes["context"] = 1
   widths = [
     size
     for x, axes in parameters.values()
@@ -146,7 +153,7 @@ def by_device(
     if axis == "mlp"
   ]
   shares = 1 if any(width % sizes["tensor"] for width in widths) else sizes["tensor"]
-  used = {name for name in BATCH_AXES if sizes.get(name, 1) > 1}
+  used = {name for name in (*BATCH_AXES, "context") if sizes.get(name, 1) > 1}
   used |= {"tensor"} if shares > 1 else set()
   if not used:
     return function({name: x for name, (x, _) in parameters.items()}, *rows)
@@ -172,20 +179,21 @@ def by_device(
     }
     given = {name: x.astype(dtypes[name]) for name, x in whole.items()}
     part, others = function(given, *(x[0] for x in rows))
-    return part[None], others
+    return part[None], jax.tree.map(lambda x: x[:, None], others)
 
-  batch = PartitionSpec(tuple(name for name in BATCH_AXES if name in used) or None)
-  by_share = PartitionSpec("tensor" if shares > 1 else None, *batch)
+  batch = tuple(name for name in BATCH_AXES if name in used) or None
+  tokens = PartitionSpec(batch, "context" if "context" in used else None)
+  by_share = PartitionSpec("tensor" if shares > 1 else None, *tokens)
   # A copy for each share: so their gradients are summed out here, in whatever format they are.
   copies = [jnp.broadcast_to(x[None], (shares, *x.shape)) for x in rows]
   parts_, others = jax.shard_map(
     local,
     in_specs=(places, *(by_share for _ in rows)),
-    out_specs=(by_share, batch),
+    out_specs=(by_share, tokens),
     axis_names=used,
     check_vma=False,
   )({name: sent(name) for name in parameters}, *copies)
-  return parts_.sum(0), others
+  return parts_.sum(0), jax.tree.map(lambda x: x.sum(1, dtype=x.dtype), others)
 
 
 def _whole_experts(place: PartitionSpec, axes: LogicalAxes) -> PartitionSpec:
@@ -246,11 +254,12 @@ def sum_over_rows(
   shape: Sequence[int],
   *rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Runs `function(*rows)` on each device for its own rows, and sums its first result over fsdp.
+  """Runs `function(*rows)` on each device for its own rows, or its tokens of them, and sums its first
+  result over fsdp, the second over the devices that share a row.
 
   Args:
-    function: from one device's rows, arrays whose first dimension is the batch, to a sum over them
-      and an array (B, …).
+    function: from one device's rows, arrays whose first dimensions are the batch and the tokens, to a sum
+      over them and an array (B, …) of sums over each row's tokens.
     axes: logical axes of the sum, which is returned in the table's sharding.
     shape: of the sum.
     rows: the rows of all devices.
@@ -262,15 +271,64 @@ def sum_over_rows(
 
   def local(*rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     total, of_each = function(*rows)
-    return _summed(total, dim, names), of_each
+    return _summed(total, dim, names), summed_over_tokens(of_each)
 
   return jax.shard_map(
     local,
-    in_specs=PartitionSpec(names),
-    out_specs=(place, PartitionSpec(names)),
+    in_specs=_token_specs(rows),
+    out_specs=(place, _row_spec()),
     axis_names=set(names),
     check_vma=False,
   )(*rows)
+
+
+def sums_of_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
+  """Runs `function(*rows)` → (B, …), sums over each row's tokens, as `sum_over_rows` does."""
+  if not (names := _open_weight_axes()):
+    return function(*rows)
+  return jax.shard_map(
+    lambda *rows: summed_over_tokens(function(*rows)),
+    in_specs=_token_specs(rows),
+    out_specs=_row_spec(),
+    axis_names=set(names),
+    check_vma=False,
+  )(*rows)
+
+
+def _sharing_devices() -> int:
+  """Returns the devices that share the tokens of a row with this one, inside of a shard_map."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh.shape["context"] if "context" in mesh.manual_axes else 1
+
+
+def summed_over_tokens(x: jax.Array) -> jax.Array:
+  """Sums over the devices that share a row's tokens, inside of a shard_map."""
+  return x if _sharing_devices() == 1 else jax.lax.psum(x, "context")
+
+
+def all_tokens(x_BTD: jax.Array) -> jax.Array:
+  """Gathers rows whose tokens devices share, inside of a shard_map: (B, own T, …) → (B, T, …)."""
+  return x_BTD if _sharing_devices() == 1 else _all_parts(x_BTD, 1, ("context",))
+
+
+def tokens_by_width(x_BTD: jax.Array) -> jax.Array:
+  """Gives each device that shares a row all of its tokens, and a part of their width, which is filled up
+  with zeros, inside of a shard_map: (B, own T, D) → (B, T, own D)."""
+  if (sharing := _sharing_devices()) == 1:
+    return x_BTD
+  filled = jnp.pad(x_BTD, ((0, 0), (0, 0), (0, -x_BTD.shape[2] % sharing)))
+  return jax.lax.all_to_all(filled, "context", split_axis=2, concat_axis=1, tiled=True)
+
+
+def summed_part(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+  """Sums over the devices that share a row's tokens, of which each keeps a part, inside of a shard_map: the
+  squares of all parts add up to those of the sum."""
+  if (sharing := _sharing_devices()) == 1:
+    return x
+  for dim, (axis, size) in enumerate(zip(axes, x.shape, strict=True)):
+    if "tensor" not in LOGICAL_AXIS_RULES[axis] and size % sharing == 0:
+      return jax.lax.psum_scatter(x, "context", scatter_dimension=dim, tiled=True)
+  return jax.lax.psum(x, "context") / math.sqrt(sharing)
 
 
 def _open_weight_axes() -> tuple[str, ...]:
@@ -279,12 +337,19 @@ def _open_weight_axes() -> tuple[str, ...]:
   return tuple(name for name in WEIGHT_AXES if sizes[name] > 1)
 
 
-def _token_spec(shape: Sequence[int]) -> PartitionSpec:
-  """Returns the PartitionSpec of an array (B, …) or (B, T, …) over the axes that divide weights."""
-  names, size = _open_weight_axes(), auto_axis_sizes()["context"]
-  rows = tuple(name for name in names if name in BATCH_AXES) or None
-  divided = size > 1 and len(shape) > 1 and shape[1] % size == 0
-  return PartitionSpec(rows, "context" if divided else None) if size > 1 else PartitionSpec(rows)
+def _row_spec() -> PartitionSpec:
+  """Returns the PartitionSpec of an array (B, …) over the axes that divide weights and rows."""
+  return PartitionSpec(tuple(name for name in _open_weight_axes() if name in BATCH_AXES) or None)
+
+
+def _token_specs(rows: Sequence[jax.Array]) -> tuple[PartitionSpec, ...]:
+  """Returns the PartitionSpecs of arrays (B, …) over the axes that divide weights: `context` divides the
+  second dim of those that have there as many tokens as the first array."""
+  size = auto_axis_sizes()["context"]
+  length = rows[0].shape[1] if size > 1 and rows[0].ndim > 1 else 0
+  by_token = PartitionSpec(*_row_spec(), "context")
+  is_divided = (length and length % size == 0 and x.ndim > 1 and x.shape[1] == length for x in rows)
+  return tuple(by_token if each else _row_spec() for each in is_divided)
 
 
 def _weight_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:

@@ -25,7 +25,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.errors import UserError
-from maxbatch.hardware.shard_maps import over_rows, sum_over_rows
+from maxbatch.hardware.shard_maps import (
+  all_tokens,
+  sum_over_rows,
+  summed_part,
+  sums_of_rows,
+  tokens_by_width,
+)
 from maxbatch.hardware.sharding import (
   LOGICAL_AXIS_RULES,
   LogicalAxes,
@@ -104,11 +110,10 @@ def looked_up(x_BTD: jax.Array, ids_BT: jax.Array, probe_BS: jax.Array) -> jax.A
 def _looked_up_backward(kept, d_BTD):
   ids_BT, probe_BS = kept
 
-  def of_rows(nothing, ids_BT, d_BTD):
-    del nothing
-    return jax.vmap(_table_square)(ids_BT, d_BTD)
+  def of_rows(ids_BT, d_BTD):
+    return jax.vmap(_table_square)(all_tokens(ids_BT), tokens_by_width(d_BTD))
 
-  squares_B = over_rows(of_rows, jnp.zeros(1), (None,), ids_BT, d_BTD)
+  squares_B = sums_of_rows(of_rows, ids_BT, d_BTD)
   return d_BTD, None, _first_shard(squares_B, probe_BS.shape[1])
 
 
@@ -209,7 +214,7 @@ def _simultaneous(shape, axes, shards, x, d_y):
   def add_row(total, row):
     x_T, d_y_T = row
     of_row = weight_gradient(x_T, d_y_T, shape)
-    squares_S = row_squares(of_row[None], axes, shards)[0]
+    squares_S = row_squares(summed_part(of_row, axes)[None], axes, shards)[0]
     return total + of_row, squares_S
 
   return jax.lax.scan(add_row, jnp.zeros(shape, jnp.float32), (x, d_y))
@@ -222,7 +227,8 @@ def _ghost(shape, axes, shards, x, d_y):
   x_XK, d_XL = (y.reshape(-1, y.shape[-1]) for y in (x_BTK, d_BTL))
   d_matrix_KL = jnp.matmul(x_XK.T, d_XL, preferred_element_type=jnp.float32)
   gram = functools.partial(jnp.einsum, "btk,bsk->bts", preferred_element_type=jnp.float32)
-  gram_x_BTT, gram_d_BTT = gram(x_BTK, x_BTK), gram(d_BTL, d_BTL)
+  # Where devices share a row, each has its own tokens' products with all tokens.
+  gram_x_BTT, gram_d_BTT = gram(x_BTK, all_tokens(x_BTK)), gram(d_BTL, all_tokens(d_BTL))
   squares_B = (gram_x_BTT * gram_d_BTT).sum((1, 2))
   return d_matrix_KL.reshape(shape), _first_shard(squares_B, shards)
 

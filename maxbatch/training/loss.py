@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from maxbatch.core.rows import sample_keys
 from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
-from maxbatch.hardware.shard_maps import over_rows
+from maxbatch.hardware.shard_maps import over_rows, summed_over_tokens, summed_part
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models.forms import barrier_gradients
 from maxbatch.models.layers import outputs_of
@@ -281,8 +281,8 @@ def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe, scal
     new, d_hidden_1TD, d_row_DV = _with_gradients(*row, of_a_row)
     assert d_hidden_1TD is not None
     assert d_row_DV is not None
-    squares_S = row_squares(d_row_DV[None], _MATRIX_AXES, shards)[0]
-    at_ids_TD = None if ids_T is None else d_row_DV[:, ids_T].T
+    squares_S = row_squares(summed_part(d_row_DV, _MATRIX_AXES)[None], _MATRIX_AXES, shards)[0]
+    at_ids_TD = None if ids_T is None else summed_over_tokens(d_row_DV)[:, ids_T].T
     return (_add(total, new), d_matrix_DV + d_row_DV), (d_hidden_1TD[0], squares_S, at_ids_TD)
 
   zeros = _zero(options.metrics), jnp.zeros(matrix_DV.shape, jnp.float32)

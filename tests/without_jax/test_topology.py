@@ -182,8 +182,6 @@ def test_devices_that_share_the_tokens_of_a_row_have_a_fraction_of_it():
       "pipeline_schedule=1f1b",
       "pipeline_schedule=none ici_pipeline_parallelism=1",
     ),
-    ("num_experts=4", "num_experts=1"),
-    ("gns=norm", "gns=off gns_from_microbatches=true"),
     ("num_generations=8", "ici_tensor_parallelism=4 ici_context_parallelism=1"),
     ("max_target_length=101", "max_target_length=100 or 104"),
   ],
