@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Literal
 
-import jax
-
 from maxbatch.batch.from_config import check_supervised, plan_batches
 from maxbatch.checkpoints.find import config_of, find_checkpoint
 from maxbatch.command_line.arguments import Arguments, Command, Key
@@ -45,8 +43,8 @@ from maxbatch.experiments.running import (
   branch_config,
   train_branch,
 )
-from maxbatch.hardware.agreement import shared_error
-from maxbatch.hardware.devices import find_devices
+from maxbatch.hardware.agreement import check_alike, sync_errors, write_shared_file
+from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.modes.method import Purpose
 from maxbatch.modes.prepare import check_memory, purpose_of
@@ -56,8 +54,8 @@ from maxbatch.modes.pretraining import (
   resolve_micro_batch_size,
   with_batch_of,
 )
+from maxbatch.modes.start import connected_devices, started
 from maxbatch.plots.page import picture
-from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 
@@ -169,14 +167,18 @@ def request_of(arguments: Arguments[BranchArguments]) -> Request:
 def measure(request: Request) -> CriticalBatchReport | None:
   """Trains what is missing of the branches, reports, and returns the report; None if stopped.
 
+  Of several processes, which all call it, the first looks at the branches' files and writes them.
+
   Raises:
     UserError: something in the request does not work.
     TrainingDivergedError: the smallest batch diverges.
   """
-  experiment = _prepare(request)
-  with removed_if_refused(experiment.folder):
-    record_origin(experiment.folder, experiment.checkpoint)
-    return _measured(request, experiment)
+  # A branch has a log of each process; what is between them the first one says.
+  with started(request.config, leaves_files=False), ending_together():
+    experiment = _prepare(request)
+    with removed_if_refused(experiment.folder):
+      record_origin(experiment.folder, experiment.checkpoint)
+      return _measured(request, experiment)
 
 
 def _measured(request: Request, experiment: Experiment) -> CriticalBatchReport | None:
@@ -223,15 +225,12 @@ def _prepare(request: Request) -> Experiment:
   Raises:
     UserError: a batch, a rate or a length does not work.
   """
-  target = find_devices(request.config)
-  if jax.process_count() > 1:
-    raise shared_error(
-      f"critical_batch trains and compares its branches in one process, and {jax.process_count()} "
-      "have joined; start it on one host, with skip_jax_distributed_system=true. Where the model "
-      "needs more, train each branch on all of them as a run of its own, from a copy of the "
-      "checkpoint (docs/critical_batch.md)"
-    )
-  checkpoint = read_checkpoint(request.step_folder)
+  own = {key: str(value) for key, value in dataclasses.asdict(request.options).items()}
+  check_alike(own | {"checkpoint": str(request.step_folder)})
+  target = connected_devices(request.config)
+  with sync_errors():
+    checkpoint = read_checkpoint(request.step_folder)
+  check_alike({f"checksum of {request.step_folder}": checkpoint.checksum})
   config = with_batch_of(request.config, checkpoint.plan, _changed(request), target.layout)
   config, _ = resolve_micro_batch_size(config, target)
   now = at_checkpoint(config, checkpoint, target.layout)
@@ -258,10 +257,11 @@ def _prepare(request: Request) -> Experiment:
   # branches, so that num_pipeline_microbatches of the largest serves all; the run's may be another.
   largest = PRETRAINING.resolve(branches[-1], target, Purpose.RUN)
   state = build_trainer(largest.config, largest.plan, target.devices).abstract
-  try:
-    check_memory(largest.config, largest.plan, state, target.devices)
-  except UserError as error:
-    raise UserError(f"{error}\n(In the largest branch of factors={options.factors}.)") from error
+  with sync_errors():
+    try:
+      check_memory(largest.config, largest.plan, state, target.devices)
+    except UserError as error:
+      raise UserError(f"{error}\n(In the largest branch of factors={options.factors}.)") from error
   config = dataclasses.replace(config, pipeline=largest.config.pipeline)
   return dataclasses.replace(experiment, config=config)
 
@@ -337,7 +337,7 @@ def _conclude(
   drawn = picture(title(report), critical_batch_charts(report))
   files = {"critical_batch.json": written.encode(), "critical_batch.html": drawn}
   for name, content in files.items():
-    write_run_file(experiment.folder / name, content)
+    write_shared_file(experiment.folder / name, content)
   print(f"Written: {', '.join(str(experiment.folder / name) for name in files)}", flush=True)
   return report
 

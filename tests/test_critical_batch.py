@@ -7,7 +7,6 @@ import pathlib
 import shutil
 import signal
 import statistics
-import types
 from fractions import Fraction
 from typing import Any
 
@@ -516,13 +515,6 @@ def test_branches_of_another_checkpoint_of_that_step_are_not_gone_on_with(
     f"{tmp_path}/mine/checkpoints/{START} is now; remove that folder, or choose another run_name "
     "for new branches"
   )
-
-
-def test_several_processes_are_refused(cosine, monkeypatch, capsys):
-  monkeypatch.setattr(critical_batch, "jax", types.SimpleNamespace(process_count=lambda: 4))
-  said = error(capsys, f"checkpoint={cosine / 'mine'}")
-  assert "in one process, and 4 have joined; start it on one host" in said
-  assert "skip_jax_distributed_system=true" in said
 
 
 def test_a_damaged_checkpoint_is_refused(cosine, capsys, tmp_path):

@@ -2,8 +2,8 @@
 rate's schedule and model it was found, what it says, and what speaks against it.
 
 Their constants are not in what we could read, or there are none, so none of these moves the advised
-batch. Left out altogether, because not even their exponents could be read: those of signSGD and Muon
-in closed form (arXiv 2603.15958), and the fit of B_min and B_opt under wsd (arXiv 2601.05034).
+batch. Not even the exponents could be read of the power laws of signSGD and Muon (arXiv 2603.15958), nor
+the fits of B_min and B_opt under wsd (arXiv 2601.05034).
 """
 
 import dataclasses
@@ -45,9 +45,10 @@ class Finding(Rule):
 WSD = Finding(
   "wsd-crossing",
   "Zhou 2026",
-  "E(S) in three stages; B_min reaches a loss, B_opt with the fewest tokens",
+  "E = B₋₁ / (S − Smin) + B₀, then C · (S − Sopt)² + Emin, then A₁ · S + A₀; B_opt = Emin / Sopt takes the "
+  "fewest tokens, below B_min the loss is not reached",
   "E tokens, S steps to a target loss",
-  "arXiv 2601.05034, abstract",
+  "arXiv 2601.05034, abstract; the formula in a review of it",
   "summary",
   "the fit has a form of its own for each model; we could not read its constants",
   "with this schedule the curves of different batches cross: at a low loss a larger batch may take less "
@@ -106,6 +107,18 @@ FINDINGS = (
     "by its own words it does not predict the critical batch",
     "it gives no batch: measure with gns=all or maxbatch critical_batch",
     opt_types=("muon",),
+  ),
+  Finding(
+    "lmo-scaling",
+    "Shulgin 2026",
+    "rate, momentum and batch are powers of the steps or tokens",
+    "exponents from convergence bounds, which we could not read",
+    "arXiv 2603.15958, abstract",
+    "text or code",
+    "theory for signSGD, as an approximation of Adam, and Muon, with the model's size held fixed",
+    "momentum and batch belong together, and several pairs do equally well: a momentum found at one batch "
+    "need not be the best at another",
+    opt_types=("adamw", "muon"),
   ),
   Finding(
     "muonh-rate",

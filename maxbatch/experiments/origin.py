@@ -9,12 +9,14 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
-from maxbatch.checkpoints.find import completed_steps, other_step, silence_orbax
+from maxbatch.checkpoints.find import completed_steps, lone_reader, other_step, silence_orbax
 from maxbatch.checkpoints.record import is_intact, is_parameters_only
 from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import sync_errors
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
 
@@ -40,9 +42,8 @@ def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
   """
   silence_orbax()
   step = int(folder.name)
-  options = ocp.CheckpointManagerOptions(read_only=True)
   try:
-    with ocp.CheckpointManager(folder.parent, options=options) as manager:
+    with lone_reader(folder.parent) as manager:
       args = ocp.args.Composite(record=ocp.args.JsonRestore())
       record = manager.restore(step, args=args)["record"]
   except (OSError, ValueError, KeyError, RecursionError) as error:
@@ -61,12 +62,18 @@ def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
 
 
 def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
-  """Records in `folder` that its branches start from this checkpoint.
+  """Records in `folder` that its branches start from this checkpoint; process 0 does.
 
   Raises:
     UserError: the folder's branches start from another checkpoint, or its record does not tell.
   """
-  note = folder / "origin.json"
+  with sync_errors():
+    if jax.process_index() == 0:
+      _record_origin(folder / "origin.json", checkpoint)
+
+
+def _record_origin(note: pathlib.Path, checkpoint: Checkpoint) -> None:
+  folder = note.parent
   if note.exists():
     try:
       if not note.is_file():
@@ -75,7 +82,7 @@ def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
       raise UserError(
         f"{note} does not say which checkpoint its branches come from ({error}); remove "
-        f"{note.parent}, or choose another run_name for new branches"
+        f"{folder}, or choose another run_name for new branches"
       ) from error
     if recorded != checkpoint.checksum:
       raise UserError(
@@ -90,9 +97,10 @@ def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def removed_if_refused(folder: pathlib.Path) -> Iterator[None]:
-  """Removes a folder that was made inside this context, if a UserError ends it before any training there."""
+  """Removes a folder that was made inside this context, if a UserError ends it before any training there;
+  process 0 does."""
   made = next((each for each in [*folder.parents][::-1] if not each.exists()), folder)
-  is_new = not folder.exists()
+  is_new = jax.process_index() == 0 and not folder.exists()
   try:
     yield
   except UserError:
@@ -102,7 +110,8 @@ def removed_if_refused(folder: pathlib.Path) -> Iterator[None]:
 
 
 def fork_checkpoint(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None:
-  """Hard-links the checkpoint into a branch that has none, or copies it where links do not work.
+  """Hard-links the checkpoint into a branch that has none, or copies it where links do not work;
+  process 0 does.
 
   Links are safe because checkpoint files are never modified, only removed. The folder is renamed
   when it is complete, so an interrupted fork leaves no partial checkpoint.
@@ -110,9 +119,13 @@ def fork_checkpoint(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None
   Raises:
     UserError: the files cannot be linked or copied.
   """
+  with sync_errors():
+    if jax.process_index() == 0 and not completed_steps(RunFolder(branch_folder).checkpoints):
+      _fork(checkpoint, branch_folder)
+
+
+def _fork(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None:
   steps = RunFolder(branch_folder).checkpoints
-  if completed_steps(steps):
-    return
   unfinished = branch_folder / "checkpoint.unfinished"
   try:
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -7,8 +7,11 @@ al. keep their schedule, of which a branch sees next to nothing; here it may be 
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
+
+import jax
 
 from maxbatch.batch.from_config import follows_noise_scale, plan_batches, resumed_plan
 from maxbatch.batch.learning_rate import COUPLINGS, learning_rate
@@ -22,8 +25,9 @@ from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Measured, block_means
 from maxbatch.experiments.origin import Checkpoint, fork_checkpoint, removed_if_refused
+from maxbatch.hardware.agreement import broadcast_one_to_all, sync_errors, write_shared_file
+from maxbatch.hardware.ending import surviving
 from maxbatch.modes.run import run
-from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.run_folder.paths import RunFolder
 
@@ -157,19 +161,21 @@ def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
     TrainingDivergedError: the smallest branch diverged; for others that is a result.
   """
   config, folder = branch_config(experiment, branch), experiment.folder_of(branch)
-  _check_same(config, folder)
+  with sync_errors():
+    if jax.process_index() == 0:
+      _check_same(config, folder)
   if (done := _measured(experiment, branch)) is not None:
     print("Finished before.", flush=True)
     return done
   try:
-    with removed_if_refused(folder):
+    with removed_if_refused(folder), surviving(TrainingDivergedError):
       fork_checkpoint(experiment.checkpoint, folder)
       # The state is not kept: it may be large.
       complete = run(config, advise=False)[1].step >= config.run.steps
   except TrainingDivergedError as error:
     if branch == experiment.branching.branches[0]:
       raise
-    write_run_file(folder / _DIVERGED, f"{error}\n")
+    write_shared_file(folder / _DIVERGED, f"{error}\n")
     print(f"Branch {branch.name} diverged: {error}", flush=True)
     complete = True
   except UserError as error:
@@ -214,20 +220,29 @@ def _constant_batch(batch: BatchConfig, branch: Branch, per_device: Fraction) ->
 
 
 def _measured(experiment: Experiment, branch: Branch) -> Measured | None:
-  """Returns what the branch's files say, if it is at its end."""
+  """Returns what the branch's files say to process 0, if it is at its end."""
+  with sync_errors():
+    result = _read(experiment, branch) if jax.process_index() == 0 else None
+  agreed = broadcast_one_to_all(result)
+  if agreed is None:
+    return None
+  blocks, eval_loss, seconds = agreed
+  return Measured(branch, experiment.rate_of(branch), tuple(blocks), eval_loss, seconds)
+
+
+def _read(
+  experiment: Experiment, branch: Branch
+) -> tuple[Sequence[float], float | None, float] | None:
+  """Returns losses of blocks, loss of the evaluation and seconds of a branch at its end."""
   folder = experiment.folder_of(branch)
   first = experiment.checkpoint.position.step
   # The branch may have gone further once.
   records = [one for one in read_metrics(folder) if first < one["step"] <= first + branch.steps]
   seconds = sum(record["step_seconds"] for record in records)
-  rate = experiment.rate_of(branch)
   if len(records) == branch.steps:
     losses = [float(record["loss"]) for record in records]
-    blocks = block_means(losses, branch.steps_per_block)
-    return Measured(branch, rate, blocks, records[-1].get("eval/loss"), seconds)
-  if (folder / _DIVERGED).exists():
-    return Measured(branch, rate, (), None, seconds)
-  return None
+    return block_means(losses, branch.steps_per_block), records[-1].get("eval/loss"), seconds
+  return ((), None, seconds) if (folder / _DIVERGED).exists() else None
 
 
 def _check_same(config: Config, folder: pathlib.Path) -> None:

@@ -60,6 +60,19 @@ def lose_coordinator() -> None:
     watch.lose_coordinator()
 
 
+_survived: list[type[Exception]] = []
+
+
+@contextlib.contextmanager
+def surviving(kind: type[Exception]) -> Iterator[None]:
+  """Lets an error of this kind end no process: all meet it alike in this context, and catch it outside."""
+  _survived.append(kind)
+  try:
+    yield
+  finally:
+    _survived.remove(kind)
+
+
 @contextlib.contextmanager
 def ending_together(*, alone: bool = False) -> Iterator[None]:
   """Ends all processes by what ends this one in this context, and this one by what has ended another.
@@ -73,6 +86,8 @@ def ending_together(*, alone: bool = False) -> Iterator[None]:
   try:
     yield
   except BaseException as error:
+    if isinstance(error, tuple(_survived)):
+      raise
     for watch in _watches:
       if cause := watch.cause_of(error):
         watch.speak()

@@ -224,12 +224,15 @@ def test_every_finding_says_what_it_is_and_for_whom():
 @pytest.mark.parametrize(
   ("setting", "fitting"),
   [
-    (Setting("adamw", "cosine", False), ["seesaw", "fast-catch-up"]),
+    (Setting("adamw", "cosine", False), ["seesaw", "fast-catch-up", "lmo-scaling"]),
     (
       Setting("adamw", "wsd", True),
-      ["wsd-crossing", "seesaw", "fast-catch-up", "mixture-power-laws"],
+      ["wsd-crossing", "seesaw", "fast-catch-up", "lmo-scaling", "mixture-power-laws"],
     ),
-    (Setting("muon", "cosine", False), ["fast-catch-up", "muon-efficiency", "muon-critical"]),
+    (
+      Setting("muon", "cosine", False),
+      ["fast-catch-up", "muon-efficiency", "muon-critical", "lmo-scaling"],
+    ),
     (Setting("adafactor", "constant", False), ["wsd-crossing", "fast-catch-up"]),
   ],
 )
