@@ -7,15 +7,18 @@ import jax
 import numpy as np
 import pytest
 from initial_states import initial_state, random_parameters
-from support import SMALLEST, config, in_microbatches, mesh
-from test_context_steps import RATE, error, rows_of
+from support import SMALLEST, config, error, in_microbatches, mesh
+from test_context_steps import RATE, ROWS, T, rows_of
 
 from maxbatch.models import probes
 from maxbatch.models.registry import Parameters, build_model
+from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.training.evaluation import eval_function, eval_shardings
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
 
-T = 20
+CUTS = 2
+"""Of a microbatch, for the stages."""
 SIZES = {**SMALLEST, "max_target_length": T, "opt_type": "sgd", "gradient_clipping_threshold": 0}
 SIZES |= {"base_num_query_heads": 4, "base_num_decoder_layers": 2, "num_vocab_tiling": 2}
 MODELS = {
@@ -23,6 +26,8 @@ MODELS = {
   "all, tied": {"gns": "all", "logits_via_embedding": "true", "normalization": "layernorm"}
   | {"position_embedding": "learned", "mlp_bias": "true", "attention_qkv_bias": "true"},
   "norm": {"gns": "norm"},
+  "staged": {"sliding_window_size": 7, "layer_types": "[sliding_attention,full_attention]"}
+  | {"dropout_rate": 0.25, "base_num_kv_heads": 1, "gns_from_microbatches": "true"},
   "bias": {"routed_bias": "true", "routed_score_func": "sigmoid", "router_z_loss_weight": 0.1},
   "global": {"load_balance_loss_type": "global", "mlp_bias": "true", "shared_experts": 1},
 }
@@ -33,12 +38,15 @@ for experts in ("bias", "global"):
   MODELS[experts] |= EXPERTS
 
 
-def trainer(name: str, sizes: dict[str, int], dispatches: int = 0) -> Trainer:
+def trainer(
+  name: str, sizes: dict[str, int], dispatches: int = 0, pipeline: Pipeline | None = None
+) -> Trainer:
   """Of fused steps, or of streamed ones in so many dispatches."""
   settings = config(**SIZES | MODELS[name])
   model = build_model(settings.model, T, settings.noise.gns, trainable=("*",))
   optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches or 1)
-  return Trainer(model, optimizer, mesh(**sizes), jax.random.key(7), streamed=dispatches > 0)
+  parts = model, optimizer, mesh(**sizes), jax.random.key(7), dispatches > 0, pipeline
+  return Trainer(*parts)
 
 
 @functools.cache
@@ -137,3 +145,27 @@ def tokens_of(load_E: Any, found: tuple[Parameters, StepMetrics]) -> np.ndarray:
   counts_E = np.asarray(load_E) * found[1].weight * 2 / len(load_E)
   np.testing.assert_allclose(counts_E, counts_E.round(), atol=1e-3)
   return counts_E.round()
+
+
+@pytest.mark.parametrize(
+  ("name", "sizes", "k", "stash"),
+  [
+    ("staged", {"context": 2, "fsdp": 2, "stage": 2}, 3, "residuals"),
+    ("staged", {"context": 4, "stage": 2}, 2, "input"),
+    ("bias", {"context": 2, "expert": 2, "stage": 2}, 2, "input"),
+  ],
+)
+def test_stages_run_the_layers_of_rows_that_devices_share(name, sizes, k, stash):
+  rows = ROWS // k // CUTS // sizes.get("fsdp", 1) // sizes.get("expert", 1)
+  pipeline = Pipeline("1f1b", 2, 1, 1, CUTS, k, k, 1, rows, (CUTS,), 1, stash)
+  parts = trainer(name, sizes, pipeline=pipeline)
+  assert_same(stepped(parts, name, k), name)
+  if stash == "residuals":
+    assert evaluated(parts, name) == pytest.approx(evaluated(trainer(name, {}), name), rel=1e-6)
+
+
+def evaluated(parts: Trainer, name: str) -> tuple[float, float]:
+  """The loss and the weight of all rows."""
+  rows = jax.device_put(rows_of("rope"), eval_shardings(rows_of("rope"), parts.mesh))
+  found = eval_function(parts, rows)(initial_state(parts, parameters(name)).parameters, rows)
+  return float(found.loss), float(found.weight)

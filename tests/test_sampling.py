@@ -142,8 +142,11 @@ def test_a_text_does_not_depend_on_its_neighbours_their_order_or_padding():
     assert written(alone, 0) == together()[row]
 
 
-def test_nor_on_devices_or_on_how_often_it_is_looked_at():
-  devices = mesh(fsdp=2, tensor=2, expert=2)
+@pytest.mark.parametrize(
+  "sizes", [{"fsdp": 2, "tensor": 2, "expert": 2}, {"fsdp": 2, "context": 2}]
+)
+def test_nor_on_devices_or_on_how_often_it_is_looked_at(sizes):
+  devices = mesh(**sizes)
   axes = MODEL.axes()
   divided = by_path(
     lambda path, leaf: jax.device_put(leaf, sharding(axes[path], leaf.shape, devices)),

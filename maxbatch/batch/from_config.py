@@ -174,28 +174,15 @@ def sparse_experts(model: ModelConfig, plan: BatchPlan) -> list[str]:
 
 
 def _check_context(config: Config, mesh: Topology) -> None:
-  """Refuses what does not work where devices share the tokens of a row."""
-  if (ways := mesh.shape.get("context", 1)) == 1:
-    return
-  schedule = config.pipeline.pipeline_schedule
-  generations = config.rl.num_generations
-  ici, length = mesh.ici["context"], config.batch.max_target_length
-  near = " or ".join(str(size) for size in nearest_multiples(ways, Fraction(length)))
-  is_staged, tensor = schedule != "none" or mesh.shape["stage"] > 1, f"ici_tensor_parallelism={ici}"
-  for is_refused, given, working in (
-    (
-      is_staged,
-      f"pipeline_schedule={schedule}",
-      "pipeline_schedule=none ici_pipeline_parallelism=1",
-    ),
-    (is_rl(config.rl), f"num_generations={generations}", f"{tensor} ici_context_parallelism=1"),
-    (length % ways, f"max_target_length={length}", f"max_target_length={near}"),
-  ):
-    if is_refused:
-      raise UserError(
-        f"{given} does not work where {ways} devices share the tokens of a row (ici_context_parallelism="
-        f"{ici} × dcn_context_parallelism={mesh.dcn['context']}); use {working}"
-      )
+  """Refuses rows whose tokens the devices that share them cannot divide evenly."""
+  ways, length = mesh.shape.get("context", 1), config.batch.max_target_length
+  if length % ways:
+    near = " or ".join(str(size) for size in nearest_multiples(ways, Fraction(length)))
+    raise UserError(
+      f"max_target_length={length} must be a multiple of the {ways} devices that share the tokens of a row "
+      f"(ici_context_parallelism={mesh.ici['context']} × dcn_context_parallelism={mesh.dcn['context']}); "
+      f"nearest: max_target_length={near}"
+    )
 
 
 def plan_batches(

@@ -27,6 +27,7 @@ from maxbatch.core.rows import sample_keys
 from maxbatch.core.terms import Ratio, Stats, Terms, joined, over_replicas, zeros_of
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
+from maxbatch.hardware.sharding import auto_axis_sizes, constrain
 from maxbatch.models.layers import Outputs, outputs_of, whole_sums
 from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
@@ -190,6 +191,28 @@ def _take(leaf: jax.Array, order: np.ndarray) -> jax.Array:
   if isinstance(leaf, Tracer):
     return leaf[order]
   return jax.jit(lambda x: x[order], out_shardings=leaf.sharding)(leaf)
+
+
+def split_tokens(x: jax.Array, shares: int) -> jax.Array:
+  """Divides tokens over the stages: (R, T, …) → (R, shares, C, …), padded with zeros.
+
+  Devices that share rows each divide the tokens that they have.
+  """
+  (R, T, *rest), sharing = x.shape, auto_axis_sizes()["context"]
+  own = x.reshape(R, sharing, T // sharing, *rest)
+  missing = -own.shape[2] % shares
+  padded = jnp.pad(own, [(0, missing) if dim == 2 else (0, 0) for dim in range(own.ndim)])
+  split = padded.reshape(R, sharing, shares, -1, *rest).swapaxes(1, 2)
+  return constrain(
+    split.reshape(R, shares, -1, *rest), ("batch", None, "length", *(None for _ in rest))
+  )
+
+
+def joined_tokens(x: jax.Array, length: int) -> jax.Array:
+  """Returns the inverse of `split_tokens`: (R, shares, C, …) → (R, T, …) of this length."""
+  (R, shares, _, *rest), sharing = x.shape, auto_axis_sizes()["context"]
+  own = x.reshape(R, shares, sharing, -1, *rest).swapaxes(1, 2)
+  return own.reshape(R, sharing, -1, *rest)[:, :, : length // sharing].reshape(R, length, *rest)
 
 
 class StageSums(NamedTuple):

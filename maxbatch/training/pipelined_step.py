@@ -134,7 +134,7 @@ def pipelined_sums(
 ) -> Sums:
   """Returns loss, without dropout and z-loss, weight and metrics, summed over all tokens of any batch
   (B, T) with B divided over the axes that divide batches; the layers are in the order of the stages."""
-  rows_each = rows.inputs.shape[0] // mesh.shape["data"] // weight_groups(mesh.shape)
+  rows_each = rows.inputs.shape[0] // mesh.shape["data"] // _row_groups(mesh.shape)
   sizes = eval_microbatches(pipeline, rows_each)
   local = functools.partial(_local_sums, ModelParts(model, None, metrics), pipeline, sizes)
   return jax.shard_map(
@@ -256,7 +256,7 @@ def _local_sums(
 
 def _pad_rows(rows: Rows, sizes: EvalMicrobatches) -> Rows:
   """Pads the rows of every group of devices with zeros: (B, …) → (1, B', …)."""
-  groups = weight_groups(jax.sharding.get_abstract_mesh().shape)
+  groups = _row_groups(jax.sharding.get_abstract_mesh().shape)
 
   def pad(x: jax.Array) -> jax.Array:
     by_group = x.reshape(groups, -1, *x.shape[1:])
@@ -265,6 +265,11 @@ def _pad_rows(rows: Rows, sizes: EvalMicrobatches) -> Rows:
     return (jnp.pad(by_group, ends) if missing else by_group).reshape(1, -1, *x.shape[1:])
 
   return jax.tree.map(pad, rows)
+
+
+def _row_groups(sizes: Mapping[str, int]) -> int:
+  """Returns the groups of a replica's devices that have rows of their own."""
+  return weight_groups(sizes) // sizes.get("context", 1)
 
 
 def _make_stash(
@@ -295,7 +300,7 @@ def split_microbatches(rows: Rows, num_pipeline_microbatches: int) -> Callable[[
   The first `num_pipeline_microbatches` numbers are those of the first accumulation step. Each takes
   rows from every group of devices that has its own, so that no row moves between devices.
   """
-  groups = weight_groups(jax.sharding.get_abstract_mesh().shape)
+  groups = _row_groups(jax.sharding.get_abstract_mesh().shape)
 
   def split(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], groups, num_pipeline_microbatches, -1, *x.shape[2:])

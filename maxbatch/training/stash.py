@@ -94,11 +94,14 @@ def stage_residuals(
   if sizes["tensor"] > 1:
     twice = _vjp_leaves(*_with_twice_the_heads(parts, stage_input))
     axes = _name_changed_dims("heads", axes, leaves, twice)
-  if weight_groups(sizes) > 1:
-    twice = _vjp_leaves(parts, rest, _with_twice_the_rows(stage_input))
+  if weight_groups(sizes) > sizes["context"]:
+    twice = _vjp_leaves(parts, rest, _with_twice(0, stage_input))
     axes = _name_changed_dims("batch", axes, leaves, twice)
-  if sizes["tensor"] > 1:
-    with jax.sharding.use_abstract_mesh(_mesh_without_tensor()):
+  if sizes["context"] > 1:
+    twice = _vjp_leaves(parts, rest, _with_twice(1, stage_input))
+    axes = _name_changed_dims("length", axes, leaves, twice)
+  if sizes["tensor"] * sizes["context"] > 1:
+    with jax.sharding.use_abstract_mesh(_mesh_without("tensor", "context")):
       unsharded = _vjp_leaves(parts, rest, stage_input)
     axes = _name_changed_dims("device_part", axes, unsharded, leaves)
   by_index = dict(zip(indices, zip(leaves, axes, strict=True), strict=True))
@@ -130,9 +133,12 @@ def _name_changed_dims(
   return [rename(names, leaf.shape, other.shape) for names, leaf, other in each]
 
 
-def _with_twice_the_rows(stage_input: StageInput) -> StageInput:
+def _with_twice(dim: int, stage_input: StageInput) -> StageInput:
+  """Returns shapes of twice the rows (dim 0) or their tokens (dim 1)."""
+
   def twice(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
+    shape = tuple(2 * size if at == dim else size for at, size in enumerate(x.shape))
+    return jax.ShapeDtypeStruct(shape, x.dtype)
 
   rows = jax.tree.map(twice, stage_input.rows)
   return stage_input._replace(x_RTD=twice(stage_input.x_RTD), rows=rows)
@@ -150,10 +156,12 @@ def _with_twice_the_heads(
   return parts, rest, stage_input._replace(layers=shapes)
 
 
-def _mesh_without_tensor() -> AbstractMesh:
-  """Returns the mesh with tensor=1, the other devices as stages: shapes do not depend on those."""
+def _mesh_without(*names: str) -> AbstractMesh:
+  """Returns the mesh without these axes, their devices as stages: shapes do not depend on those."""
   mesh = jax.sharding.get_abstract_mesh()
-  sizes = mesh.shape | {"tensor": 1, "stage": mesh.shape["stage"] * mesh.shape["tensor"]}
+  there = [name for name in names if name in mesh.shape]
+  ways = math.prod(mesh.shape[name] for name in there)
+  sizes = mesh.shape | dict.fromkeys(there, 1) | {"stage": mesh.shape["stage"] * ways}
   return mesh.update(axis_sizes=tuple(sizes[name] for name in mesh.axis_names))
 
 

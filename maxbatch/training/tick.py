@@ -11,6 +11,7 @@ An evaluation has no backwards, and no buffers for them: its timetable uses an i
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ from maxbatch.training.model_parts import (
   FlatParams,
   ModelParts,
   StageSums,
+  joined_tokens,
+  split_tokens,
   stage_sums,
   trained,
   used_params,
@@ -230,7 +233,7 @@ class PipelineStage:
       return d_rest, sums.add(loss({}, y_RCD)[1], weights_RC.sum()), None
     used = used_params(lambda rest: loss(rest, y_RCD)[0], trained(self.parts.model, self.rest))
     (_, result), (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(used, y_RCD)
-    d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : y_RTD.shape[1]]
+    d_y_RTD = joined_tokens(lax.all_gather(d_y_RCD, "stage", axis=1), y_RTD.shape[1])
     return self._add_gradients(d_rest, new), sums.add(result, weights_RC.sum()), d_y_RTD
 
   def _token_share(
@@ -240,9 +243,10 @@ class PipelineStage:
     rows = self.microbatch(microbatch)
     # Every stage sends every stage a share, and only the last stage's shares are used. A sum over
     # stages with zeros would move as much, and XLA's CPU compiler fails on such a sum of bfloat16.
-    shares_RSCD = lax.all_to_all(self._split_tokens(y_RTD), "stage", split_axis=1, concat_axis=1)
-    targets_RC = self._split_tokens(rows.targets)[:, self.index]
-    return shares_RSCD[:, -1], targets_RC, self._split_tokens(rows.weights)[:, self.index]
+    split = functools.partial(split_tokens, shares=self.pipeline.stages)
+    shares_RSCD = lax.all_to_all(split(y_RTD), "stage", split_axis=1, concat_axis=1)
+    targets_RC, weights_RC = (split(x)[:, self.index] for x in (rows.targets, rows.weights))
+    return shares_RSCD[:, -1], targets_RC, weights_RC
 
   def _add_backward(
     self, row: StageArrays, all_stages: TickArrays, buffers: Buffers, state: StageState
@@ -319,12 +323,6 @@ class PipelineStage:
     """Returns the parameters of one repeat; without repeats, nothing is copied."""
     layers = self.layers.items()
     return {path: x[0] if x.shape[0] == 1 else x[repeat] for path, x in layers}
-
-  def _split_tokens(self, x: jax.Array) -> jax.Array:
-    """Divides tokens over the stages: (R, T, …) → (R, stages, C, …), padded with zeros."""
-    missing = -x.shape[1] % self.pipeline.stages
-    padded = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))) if missing else x
-    return padded.reshape(x.shape[0], self.pipeline.stages, -1, *x.shape[2:])
 
   def _add_gradients(self, totals: FlatParams, new: FlatParams) -> FlatParams:
     """Adds gradients of some of the parameters to the sums."""
