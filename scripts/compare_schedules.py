@@ -1,16 +1,15 @@
 """Compares schedules of the batch at equal tokens, and with fixed batches of as many steps.
 
-    .venv/bin/python scripts/compare_schedules.py out=schedules                    # everything: 66 runs
-    .venv/bin/python scripts/compare_schedules.py out=schedules opt_types=muon seeds=0 tokens=100000
-    .venv/bin/python scripts/compare_schedules.py out=schedules experts=4          # a mixture, dense where 1
+    .venv/bin/python scripts/compare_schedules.py out=schedules                    # everything: 126 runs
+    .venv/bin/python scripts/compare_schedules.py out=schedules opt_types=muon experts=1 seeds=0 tokens=100000
 
-Text: Python's own standard library, or text=FILE. Ten arms, for AdamW and Muon, with three seeds each: fixed
-batches of 16, 32 and 64; from 16 to 64 a linear ramp over half of the tokens, a doubling one, Seesaw, a batch
+Text: Python's own standard library, or text=FILE. Ten arms, for AdamW and Muon, for a dense model and for a
+mixture (experts=1,4: the number of experts, 1 for none), with three seeds each: fixed batches of 16, 32 and 64; from 16 to 64 a linear ramp over half of the tokens, a doubling one, Seesaw, a batch
 that follows the noise scale, and a switch after 80% of the tokens; and batch 16 whose embedding and head are
 updated every second or fourth step. All have the same tokens, learning rate's schedule and first batch, and one
-learning rate for each optimizer, the best of four for batch 16 by the first seed. Other batches take that
-rate by the root. Prints each arm's validation loss less that of batch 16 with the same seed, and less what a
-fixed batch of as many steps has, between the three over the logarithm of the steps; then what the rules say
+learning rate for each model and optimizer, the best of four for batch 16 by the first seed. Other batches take
+that rate by the root. Prints each arm's validation loss less that of batch 16 with the same seed, and less what
+a fixed batch of as many steps has, between the three over the logarithm of the steps; then what the rules say
 that are about it (maxbatch/batch_rules/findings.py). Finished runs are kept, so an interrupted command
 continues where it was. Writes schedules.html and schedules.json into `out`.
 """
@@ -22,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from compare_steering import curve, final_loss
+from compare_steering import final_loss
 
 from maxbatch.batch_rules.findings import FINDINGS, Setting
 from maxbatch.config.load import load_config
@@ -46,6 +45,18 @@ FIXED = tuple(f"fixed {batch}" for batch in (SMALL, MIDDLE, LARGE))
 STEERED = "noise-steered"
 _COUPLED = f"batch_size={LARGE} learning_rate_batch_coupling=sqrt"
 _FROM_SMALL = f"{_COUPLED} batch_size_start={SMALL}"
+
+TITLES = {
+  "linear ramp": f"linear ramp, {SMALL} to {LARGE}",
+  "doubling": f"doubling, {SMALL} to {LARGE}",
+  "Seesaw": f"Seesaw, {SMALL} to {LARGE}",
+  STEERED: "noise-steered (`batch_schedule=gns`)",
+  "late switch": f"late switch, {SMALL} to {LARGE} after {LATE:.0%}",
+  "groups every 2": f"batch {SMALL}, embedding and head every 2 steps",
+  "groups every 4": f"batch {SMALL}, embedding and head every 4 steps",
+}
+"""Names of arms for readers; fixed batches have theirs."""
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 
 Runs = Mapping[str, Sequence[Sequence[Record]]]
 """The runs of each arm, one for each seed."""
@@ -78,7 +89,9 @@ class Experiment:
       groups = f"batch_by_group=[[embedding,{steps}],[head,{steps}]]"
       arms[f"groups every {steps}"] = f"batch_size={SMALL} {groups}"
     if self.experts > 1:
-      del arms[STEERED]  # gns=all is refused with experts.
+      del arms[
+        STEERED
+      ]  # Per-row gradients of experts are not measured, and a microbatch has the whole batch.
     return arms
 
   def records(self, arm: str, opt_type: str, rate: float, seed: int) -> list[Record]:
@@ -142,10 +155,10 @@ def figures(runs: Runs) -> dict[str, dict[str, list[float]]]:
 def table(results: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> list[str]:
   """Returns the lines of a table in Markdown; ± is the standard deviation over the seeds."""
   heads = ["steps", "loss", "less batch 16", "less a fixed batch of as many steps"]
-  titles = [f"{opt_type}: {head}" for opt_type in results for head in heads]
-  lines = [f"| arm | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+  titles = [f"{OPTIMIZERS.get(name, name)}: {head}" for name in results for head in heads]
+  lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
   for arm in next(iter(results.values())):
-    cells = [arm]
+    cells = [title(arm)]
     for each in results.values():
       steps = [int(number) for number in each[arm]["steps"]]
       cells.append("–".join(f"{number:,}" for number in sorted({min(steps), max(steps)})))
@@ -156,55 +169,64 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) ->
   return lines
 
 
+def title(arm: str) -> str:
+  """Returns an arm's name for readers."""
+  return TITLES.get(arm, arm.replace("fixed", "batch"))
+
+
 def _spread(values: Sequence[float]) -> str:
   deviation = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
   return f"{np.mean(values):+.3f}{deviation}"
 
 
-def drawing(results: Mapping[str, Runs]) -> list[Chart]:
-  """Returns the mean loss over tokens and over steps, a panel for each optimizer."""
-  charts = []
-  for axis, key in (("tokens", "tokens"), ("steps", "step")):
-    panels = [
-      Panel(f"validation loss, {opt_type}", _lines(runs, key)) for opt_type, runs in results.items()
-    ]
-    charts.append(Chart(f"loss over {axis}", [axis], panels))
-  return charts
-
-
-def _lines(runs: Runs, key: str) -> list[Line]:
-  lines = []
-  for number, (name, each) in enumerate(runs.items()):
-    curves = [curve(records, key) for records in each]
-    count = min(len(places) for places, _ in curves)
-    first = count // 4  # Where the differences can be seen.
-    places = np.mean([places[first:count] for places, _ in curves], axis=0)
-    losses = np.mean([losses[first:count] for _, losses in curves], axis=0)
-    lines.append(Line(name, [places.tolist()], losses.tolist(), color=number, dash=number))
-  return lines
+def panel(name: str, results: Mapping[str, Mapping[str, Sequence[float]]]) -> Panel:
+  """Returns the final losses over the steps they took: below the line is better than a fixed batch."""
+  points = {
+    arm: (float(np.mean(each["steps"])), float(np.mean(each["final_loss"])))
+    for arm, each in results.items()
+  }
+  groups = tuple(arm for arm in points if arm.startswith("groups"))
+  lines = list[Line]()
+  for number, (label, arms) in enumerate(
+    {
+      f"batch {SMALL}, {MIDDLE}, {LARGE}": FIXED,
+      **{arm: (arm,) for arm in TITLES if arm not in groups},
+      "groups every 2, 4": groups,
+    }.items()
+  ):
+    if set(arms) <= set(points):
+      steps, losses = zip(*(points[arm] for arm in arms), strict=True)
+      style = "both" if len(arms) > 1 else "dots"
+      lines.append(Line(label, [list(steps)], list(losses), color=number, style=style))
+  return Panel(f"validation loss, {name}", lines)
 
 
 def main(arguments: Sequence[str]) -> None:
   """Runs what is missing, prints the comparison, draws it."""
   given = dict(argument.split("=", 1) for argument in arguments)
-  out, experts = pathlib.Path(given.get("out", "schedules")), int(given.get("experts", "1"))
+  out = pathlib.Path(given.get("out", "schedules"))
   tokens = int(given.get("tokens", "300000")) // (LARGE * LENGTH) * (LARGE * LENGTH)
-  experiment = Experiment(out, given.get("text", "stdlib"), tokens, experts)
   seeds = [int(seed) for seed in given.get("seeds", "0,1,2").split(",")]
   opt_types = given.get("opt_types", "adamw,muon").split(",")
-  compared = {opt_type: experiment.compare(opt_type, seeds) for opt_type in opt_types}
-  results = {opt_type: figures(runs) for opt_type, (_, runs) in compared.items()}
-  rates = {opt_type: rate for opt_type, (rate, _) in compared.items()}
-  (out / "schedules.json").write_text(json.dumps({"rates": rates} | results, indent=2) + "\n")
-  charts = drawing({opt_type: runs for opt_type, (_, runs) in compared.items()})
+  compared, panels = dict[str, object](), list[Panel]()
+  for experts in map(int, given.get("experts", "1,4").split(",")):
+    experiment = Experiment(out, given.get("text", "stdlib"), tokens, experts)
+    made = {opt_type: experiment.compare(opt_type, seeds) for opt_type in opt_types}
+    results = {opt_type: figures(runs) for opt_type, (_, runs) in made.items()}
+    name = f"{experts} experts" if experts > 1 else "dense"
+    print(f"{name}\n", *table(results), sep="\n", end="\n\n")
+    for opt_type, (rate, _) in made.items():
+      compared[f"{name}, {opt_type}"] = {"rate": rate} | results[opt_type]
+      panels.append(panel(f"{OPTIMIZERS.get(opt_type, opt_type)}, {name}", results[opt_type]))
+      print(f"{opt_type}: learning rate {rate:g} for batch {SMALL}")
+      setting = Setting(opt_type, "cosine", has_experts=experts > 1)
+      for one in FINDINGS:
+        if not one.misfit(setting):
+          print(f"    {one.name}: {one.says}")
+    print()
+  (out / "schedules.json").write_text(json.dumps(compared, indent=2) + "\n")
+  charts = [Chart("loss over steps", ["steps"], panels)]
   (out / "schedules.html").write_bytes(picture("Schedules of the batch, at equal tokens", charts))
-  print("\n".join(table(results)), end="\n\n")
-  for opt_type, rate in rates.items():
-    print(f"{opt_type}: learning rate {rate:g} for batch {SMALL}")
-    setting = Setting(opt_type, "cosine", has_experts=experts > 1)
-    for one in FINDINGS:
-      if not one.misfit(setting):
-        print(f"    {one.name}: {one.says}")
   print(f"Written: {out / 'schedules.html'}, {out / 'schedules.json'}")
 
 

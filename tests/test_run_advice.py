@@ -10,6 +10,7 @@ from written_runs import write_run
 from maxbatch import advise
 from maxbatch.advice.run_advice import run_advice
 from maxbatch.errors import UserError
+from maxbatch.plan import main as plan
 from maxbatch.run_folder.history import read_history
 from maxbatch.run_report.page import page
 
@@ -61,7 +62,10 @@ def test_a_batch_far_below_the_noise_scale_is_doubled_until_it_is_not(made):
 
 def test_a_batch_above_the_noise_scale_is_halved_and_saves_data(made):
   found = of(made("opt_type=sgd", "learning_rate=0.1", **gns(8, 6, 10)))["Batch"]
-  assert found.change == "batch_size=16 learning_rate=0.05"
+  # A microbatch of 32 samples is more than that.
+  assert found.change == (
+    "batch_size=16 micro_batch_size=auto gradient_accumulation_steps=-1 learning_rate=0.05"
+  )
   assert found.time_share == pytest.approx(1 - (1 + 16 / 8) / (1 + 32 / 8))
 
 
@@ -76,9 +80,55 @@ def test_a_batch_that_a_schedule_decides_on_is_left_alone(made):
   assert found.says.endswith("batch_schedule decides on it")
 
 
-def test_without_a_noise_scale_it_is_to_be_measured(made):
-  nothing = dict.fromkeys(gns(0, 0, 0))
-  assert of(made(**nothing))["Batch"].change == "gns=norm"
+NOTHING = dict.fromkeys(gns(0, 0, 0))
+MIXTURE = ("num_experts=4", "base_moe_mlp_dim=64", "routed_bias=true")
+
+
+@pytest.mark.parametrize(
+  ("keys", "values", "change"),
+  [
+    ((), {}, "gns=norm"),
+    # It is measured, and there were too few calibration steps.
+    (("gns=norm",), {}, "gns_calibrate_every=5"),
+    (("gns=norm", "gns_calibrate_every=0"), {}, "gns_calibrate_every=10"),
+    (("gns=norm", "gns_calibrate_every=1"), {}, ""),
+    (("gns=all",), {}, ""),
+    # Rows of experts cannot be squared; several microbatches can be compared.
+    (MIXTURE, {"gradient_accumulation_steps": 4}, "gns_from_microbatches=true"),
+    (MIXTURE, {}, ""),
+  ],
+)
+def test_without_a_noise_scale_it_is_to_be_measured_as_this_run_can(made, keys, values, change):
+  assert of(made(*keys, **NOTHING, **values))["Batch"].change == change
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
+def test_what_a_batch_saves_is_doubted_where_curves_of_batches_cross(made, schedule):
+  saves = of(made(f"lr_schedule_type={schedule}", **gns(1100, 1040, 1160)))["Batch"].saves
+  doubted = "which does not hold with lr_schedule_type=wsd: Zhou 2026" in saves
+  assert doubted == (schedule == "wsd")
+
+
+@pytest.mark.parametrize(
+  ("keys", "batch", "micro_batch"),
+  [
+    (("per_device_batch_size=2", "gradient_accumulation_steps=2"), 32, 16),
+    (("batch_size=32", "micro_batch_size=2"), 32, 16),
+    (("tokens_per_step=4096", "micro_batch_size=4"), 32, 32),
+    (("batch_size=32", "per_device_batch_size=4"), 32, 32),
+  ],
+)
+@pytest.mark.parametrize("scale", [(1100, 1040, 1160), (8, 6, 10), (40, 30, 50)])
+def test_what_is_proposed_is_accepted(made, capsys, keys, batch, micro_batch, scale):
+  """Also where the run says its sizes by other keys, or half of the batch is no whole microbatch."""
+  sizes = {"global_batch_to_train": batch, "micro_batch_to_train": micro_batch}
+  count = {"gradient_accumulation_steps": batch // micro_batch}
+  folder = made(*keys, **gns(*scale), **sizes, **count)
+  found = of(folder)
+  assert bool(found["Batch"].change) == (scale[0] != 40)
+  for finding in found.values():
+    arguments = [f"config={folder / 'config.yml'}", *finding.change.split()]
+    assert plan(arguments) == 0, (arguments, capsys.readouterr().err)
 
 
 def test_waiting_for_rows(made):
@@ -88,7 +138,9 @@ def test_waiting_for_rows(made):
 
 
 def with_budget(folder: Path, steps: int) -> Path:
-  config = (folder / "config.yml").read_text().replace("  steps: 40", f"  steps: {steps}")
+  config = (folder / "config.yml").read_text()
+  for key, each in (("steps", 1), ("total_samples", 32)):
+    config = config.replace(f"  {key}: {40 * each}", f"  {key}: {steps * each}")
   (folder / "config.yml").write_text(config)
   return folder
 
@@ -109,7 +161,7 @@ def test_four_evaluations_are_left_of_a_short_run(made):
 
 def test_what_is_left_and_what_is_saved(made):
   says = of(with_budget(made(step_seconds=2.0, data_wait_seconds=0.5), 1840))["Left"].says
-  assert says.startswith("1,800 of 1,840 steps, 1 hour at the mean of the last steps")
+  assert says.startswith("57,600 of 58,880 samples, 1 hour at the speed of the last steps")
   assert "the changes save up to 1" in says
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxbatch.advice.words import DAY, percent, span, wrapped
+from maxbatch.batch_rules.findings import WSD, Setting
 from maxbatch.core.confidence import Interval
 from maxbatch.errors import UserError
 from maxbatch.noise.advice import WELL_BELOW, cost_of_change, place, shown
@@ -36,6 +37,13 @@ _MOST_STEPS = 8
 """The largest group that is proposed; speed runs have 2 (modded-nanogpt)."""
 _BUDGETS = {"steps": "steps", "samples": "total_samples", "tokens": "total_tokens"}
 """Derived keys of a run's length by schedule_unit."""
+_OTHER_SIZES = (
+  "tokens_per_step",
+  "global_batch_to_train",
+  "gradient_accumulation_steps",
+  "per_device_batch_size",
+)
+"""Keys that would say the size of a batch, or of its microbatch, a second time."""
 _CHANGING = ("batch_schedule", "enable_rampup_batch_size", "batch_schedule_type")
 
 
@@ -97,31 +105,69 @@ def _batch(run: RunHistory) -> Finding:
     )
     return Finding(about, says)
   if batch < 1 or None in ends:
-    says = f"{batch:,} samples a step; whether another number is better is not known, for the run does not measure its noise scale"
-    return Finding(about, says, "gns=norm", "the next advice then says")
+    return _unmeasured(run, batch)
   scale = Interval(*(float(end or 0) for end in ends))
   value, low, high = shown(scale)
   says = (
     f"{batch:,} samples a step, noise scale {value} (95% {low}–{high}, the latest gns/total), so it is "
     f"{place(scale, batch)}{_groups(run, scale.low)}"
   )
-  changing = [key for key in _CHANGING if run.config.get(key) not in (None, [], False, "constant")]
+  changing = _scheduled(run.config)
   factor = 1.0 if scale.low <= 0 else _factor(batch, scale)
   if changing or factor == 1:
     return Finding(about, says + (f"; {changing[0]} decides on it" if changing else ""))
   cost = cost_of_change(batch, factor, scale.value)
-  change = f"batch_size={batch * factor:.0f}{_rate(run.config, factor)}"
+  change = _sized(run, round(batch * factor)) + _rate(run.config, factor)
+  theory = f"a heuristic, McCandlish 2018{_crossing(run.config)}"
   if factor > 1:
     saves = (
       f"saves {percent(1 - cost.steps)} of the steps for {percent(cost.data - 1)} more data, time where the "
-      "devices are more or not busy (a heuristic, McCandlish 2018)"
+      f"devices are more or not busy ({theory})"
     )
     return Finding(about, says, change, saves)
-  saves = (
-    f"saves {percent(1 - cost.data)} of the data for {percent(cost.steps - 1)} more steps (a heuristic, "
-    "McCandlish 2018)"
-  )
+  saves = f"saves {percent(1 - cost.data)} of the data for {percent(cost.steps - 1)} more steps ({theory})"
   return Finding(about, says, change, saves, 1 - cost.data)
+
+
+def _unmeasured(run: RunHistory, batch: int) -> Finding:
+  """Says that the noise scale is not known, and the keys that measure it in such a run."""
+  says = f"{batch:,} samples a step; whether another number is better is not known, for the "
+  config, then = run.config, "the next advice then says"
+  if config.get("gns", "off") != "off" or config.get("gns_from_microbatches"):
+    every = config.get("gns_calibrate_every")
+    says += "gradient cannot be distinguished from its noise yet"
+    if config.get("gns") != "norm" or type(every) is not int or every == 1:
+      return Finding("Batch", f"{says}; more steps may suffice")
+    says += f" (gns_calibrate_every={every})"
+    return Finding("Batch", says, f"gns_calibrate_every={every // 2 or 10}", then)
+  says += "run does not measure its noise scale"
+  of_rows = config.get("num_experts", 1) == 1 and config.get("pipeline_schedule", "none") == "none"
+  if of_rows and batch > 1:
+    return Finding("Batch", says, "gns=norm", then)
+  if not of_rows and run.metrics.last.get("gradient_accumulation_steps", 1) > 1:
+    return Finding("Batch", says, "gns_from_microbatches=true", then)
+  return Finding("Batch", says)
+
+
+def _crossing(config: Mapping[str, Any]) -> str:
+  """Returns what speaks against the trade-off of data against steps under a run's schedule, if anything."""
+  schedule = str(config.get("lr_schedule_type"))
+  if WSD.misfit(Setting(str(config.get("opt_type")), schedule, has_experts=False)):
+    return ""
+  return f", which does not hold with lr_schedule_type={schedule}: {WSD.title}"
+
+
+def _sized(run: RunHistory, batch: int, *, auto: bool = False) -> str:
+  """Returns the keys of a batch, beside those of the run; with its microbatch, where that divides it."""
+  config, micro_batch = run.config, int(run.metrics.last.get("micro_batch_to_train", 1))
+  keys = {"batch_size": str(batch)} if batch else {}
+  if batch % max(micro_batch, 1) or auto:
+    keys |= {"micro_batch_size": "auto", "gradient_accumulation_steps": "-1"}
+  unset = [key for key in _OTHER_SIZES if config.get(key) not in (None, -1, "-1")]
+  if keys.get("micro_batch_size") != "auto":
+    unset = [key for key in unset if key != "per_device_batch_size"]
+  keys |= dict.fromkeys(unset, "-1")
+  return " ".join(f"{key}={value}" for key, value in keys.items())
 
 
 def _groups(run: RunHistory, low: float) -> str:
@@ -139,6 +185,11 @@ def _groups(run: RunHistory, low: float) -> str:
     f"; some layers have {_NOISIER} times that noise and more: another run could try "
     f"batch_by_group=[{pairs}]"
   )
+
+
+def _scheduled(config: Mapping[str, Any]) -> list[str]:
+  """Returns the keys by which the batch changes during a run."""
+  return [key for key in _CHANGING if config.get(key) not in (None, [], False, "constant")]
 
 
 def _factor(batch: int, scale: Interval) -> float:
@@ -196,7 +247,8 @@ def _pauses(run: RunHistory) -> Finding:
       changes.append(f"{key}={now * times}")
       saved += share * (1 - 1 / times)
   if not changes:
-    return Finding("Pauses", says)
+    few = f"; rarer, fewer than {_FEWEST_PAUSES} of either would be left"
+    return Finding("Pauses", says + (few if max(shares.values()) > 2 * _SMALL else ""))
   return Finding("Pauses", says, " ".join(changes), f"saves {percent(saved)} of the time", saved)
 
 
@@ -226,17 +278,22 @@ def _steps(run: RunHistory) -> Finding:
   if count == 1 or run.config.get("micro_batch_size") == "auto":
     return Finding("Steps", says)
   saves = "what a larger microbatch saves is not known before it is timed, which auto does"
-  return Finding("Steps", says, "micro_batch_size=auto gradient_accumulation_steps=-1", saves)
+  batch = 0 if _scheduled(run.config) else int(last.get("global_batch_to_train", 0))
+  return Finding("Steps", says, _sized(run, batch, auto=True), saves)
 
 
 def _left(run: RunHistory, saved: float) -> Finding:
-  steps, step = run.derived.get("steps"), int(run.metrics.last.get("step", 0))
-  if type(steps) is not int or steps <= step:
+  """Says what is left of the budget, in samples: steps may differ, and nobody knows those of a steered batch."""
+  total, step = run.derived.get("total_samples"), int(run.metrics.last.get("step", 0))
+  left = total - int(run.metrics.last.get("samples", 0)) if type(total) is int else 0
+  if left <= 0 or type(total) is not int:
     return Finding(
       "Left", f"nothing of its budget after step {step:,}; the next run can have these"
     )
-  seconds = (steps - step) * float(np.mean(_recent(run, "step_seconds")))
-  says = f"{steps - step:,} of {steps:,} steps, {span(seconds / DAY)} at the mean of the last steps"
+  seconds = _recent(run, "step_seconds")
+  done = run.metrics.positions["samples"][-len(seconds) - 1 :]
+  each = float(seconds.sum() / max(done[-1] - done[0], 1))
+  says = f"{left:,} of {total:,} samples, {span(left * each / DAY)} at the speed of the last steps"
   if saved:
-    says += f"; the changes save up to {span(min(saved, 1.0) * seconds / DAY)} of it"
+    says += f"; the changes save up to {span(min(saved, 1.0) * left * each / DAY)} of it"
   return Finding("Left", says)
