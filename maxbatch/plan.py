@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
+from maxbatch.advice.goodput import ExpectedGoodput, Times, expected, times_of
 from maxbatch.batch.from_config import is_rl, plan_batches, sparse_experts
 from maxbatch.batch.host_loads import check_loads, host_loads
 from maxbatch.batch.learning_rate import learning_rate
@@ -16,11 +17,13 @@ from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.screen import for_screen, note
 from maxbatch.command_line.signals import leave
-from maxbatch.config.declare import DevicesOrUnset, Hosts
+from maxbatch.config.declare import DevicesOrUnset, FileName, Hosts, Range
+from maxbatch.config.find import shown
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.load import load_config, to_flat_dict, without_effect
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
+from maxbatch.errors import UserError
 from maxbatch.hardware.topologies import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of
@@ -39,6 +42,7 @@ from maxbatch.tuning.candidates import (
 )
 from maxbatch.tuning.eval_candidates import asked_to_evaluate, eval_sizes_of, is_eval_open
 
+_Seconds = Annotated[float, Range(low=0, high=1e7, also=-1, offers_also=False)]
 _SIZE_KEYS = ("batch_size", "global_batch_to_train", "tokens_per_step", "per_device_batch_size")
 _SIZE_KEYS += ("micro_batch_size", "gradient_accumulation_steps", "batch_schedule")
 _SIZE_KEYS += ("num_generations",)
@@ -53,6 +57,32 @@ class PlanArguments:
     Key("any number; -1: derived from batch_size and micro_batch_size", "num_devices=100000"),
   ] = 0
   num_hosts: Annotated[Hosts, Key("the hosts these devices belong to", "num_hosts=12500")] = 0
+  mtbf: Annotated[
+    float,
+    Range(low=1e-6, high=1e9, also=0),
+    Key("hours between failures of one host: the goodput to expect, and when to save", "mtbf=6000"),
+  ] = 0.0
+  from_run: Annotated[
+    str,
+    FileName(),
+    Key("a run whose saves, restarts and steps count for it", "from_run=runs/small"),
+  ] = ""
+  step_seconds: Annotated[_Seconds, Key("of a step, instead of the run's", "step_seconds=4")] = -1.0
+  save_seconds: Annotated[
+    _Seconds, Key("for which training waits while it saves", "save_seconds=20")
+  ] = -1.0
+  restart_seconds: Annotated[
+    _Seconds, Key("from a failure to the first step, without compiling", "restart_seconds=300")
+  ] = -1.0
+  compile_seconds: Annotated[
+    _Seconds, Key("in every restart; 0: the cache has it", "compile_seconds=0")
+  ] = -1.0
+  copy_seconds: Annotated[
+    _Seconds, Key("to copy the state to another host's memory", "copy_seconds=0.5")
+  ] = -1.0
+  copy_restart_seconds: Annotated[
+    _Seconds, Key("to the first step from such a copy, with compiling", "copy_restart_seconds=60")
+  ] = -1.0
   json: Annotated[bool, Flag("the same as JSON")] = False
   plot: Annotated[
     str, File("draws batch and learning rate over the samples, as a page", "batch.html")
@@ -81,11 +111,37 @@ def _plan(arguments: Arguments[PlanArguments]) -> None:
   if own.plot:
     check_picture_file("--plot", own.plot, "batch")
   report = make_report(config, count_devices(config, own.num_devices, own.num_hosts))
-  report = dataclasses.replace(report, offer=offer_of_auto(config, arguments.configuration))
+  goodput = _goodput(own, config, report)
+  offer = offer_of_auto(config, arguments.configuration)
+  report = dataclasses.replace(report, offer=offer, goodput=goodput)
   if own.plot:
     chart = plan_chart(report.plan, report.rate)
     write_output("--plot", own.plot, picture(config.run.run_name, [chart]))
   print(json.dumps(report.as_dict(), indent=2) if own.json else for_screen(str(report)))
+
+
+def _goodput(own: PlanArguments, config: Config, report: PlanReport) -> ExpectedGoodput | None:
+  """Returns the goodput to expect with failures; None unless asked for.
+
+  Raises:
+    UserError: the times are not known, or given for nothing.
+  """
+  given = {field.name: getattr(own, field.name) for field in dataclasses.fields(Times)}
+  named = [f"{name}={seconds:g}" for name, seconds in given.items() if seconds >= 0]
+  named += [f"from_run={shown(own.from_run)}"] if own.from_run else []
+  if not own.mtbf:
+    if named:
+      raise UserError(
+        f"{named[0]} says what failures cost, and counts with mtbf; for example mtbf=6000"
+      )
+    return None
+  checkpoint = config.checkpoint
+  in_steps = checkpoint.enable_checkpointing and config.run.schedule_unit == "steps"
+  period = checkpoint.checkpoint_period if in_steps else 0
+  hosts = sum(load.num_hosts for load in report.loads)
+  return expected(
+    own.mtbf, times_of(given, own.from_run), max(period, 0) or None, [hosts] if hosts else []
+  )
 
 
 def make_report(config: Config, devices: CountedDevices) -> PlanReport:

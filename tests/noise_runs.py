@@ -12,12 +12,13 @@ import jax
 import pytest
 from first_devices import use_first_devices
 from initial_states import initial_state
+from several_processes import records
 
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig
 from maxbatch.models.registry import Parameters, build_model
 from maxbatch.modes.run import run
-from maxbatch.run_folder.metrics import Record, read_metrics
+from maxbatch.run_folder.metrics import Record
 from maxbatch.training import build
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
@@ -25,7 +26,6 @@ from maxbatch.training.step import Trainer
 T, WINDOW = 6, 16
 CALIBRATE_EVERY = 2
 CALIBRATED = {"gns": "norm", "gns_calibrate_every": CALIBRATE_EVERY}
-_TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 _MODEL = {
   "base_emb_dim": 16,
   "base_num_query_heads": 2,
@@ -112,10 +112,7 @@ def _run_in(root: pathlib.Path) -> Run:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
       patch.setattr("maxbatch.compile.step_file.compiled_step", compile_noted)
       state, _ = run(load_config(["config=base", *(f"{k}={v}" for k, v in values.items())]))
-    records = [
-      {key: value for key, value in record.items() if key not in _TIMES}
-      for record in read_metrics(root / name)
-    ]
-    return Done(root / name, state.params, records, said.getvalue(), tuple(compiled))
+    noted = records(root / name)
+    return Done(root / name, state.params, noted, said.getvalue(), tuple(compiled))
 
   return train

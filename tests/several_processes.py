@@ -13,7 +13,7 @@ from processes import PATIENCE_SECONDS, REPOSITORY
 
 from maxbatch.run_folder.metrics import read_metrics
 
-TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
+_TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 TRAIN = [sys.executable, "-m", "maxbatch.train"]
 
 
@@ -86,5 +86,7 @@ def train(count: int, arguments: Sequence[str], **more: Any) -> list[Ended]:
 
 def records(run_folder: pathlib.Path) -> list[dict[str, float]]:
   """metrics.jsonl without what clocks say."""
-  result = read_metrics(run_folder)
-  return [{key: value for key, value in one.items() if key not in TIMES} for one in result]
+  return [
+    {key: value for key, value in one.items() if key not in _TIMES and key[:8] != "goodput/"}
+    for one in read_metrics(run_folder)
+  ]

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from several_processes import records
 from support import SMALLEST, stop_at
 
 from maxbatch import critical_batch
@@ -29,7 +30,6 @@ from maxbatch.experiments.running import Experiment, at_checkpoint, branch_confi
 from maxbatch.modes import pretraining
 from maxbatch.modes.run import run
 from maxbatch.noise.controller import check_noise, measures_noise
-from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training import build
 from maxbatch.tuning.search import ProbeResult
@@ -39,7 +39,6 @@ START, STEPS = 4, 8
 TOKENS = STEPS * 8 * 16
 """Of a branch: samples of 16 tokens, 8 in a step."""
 BRANCHES = ("factors=1,2", f"branch_tokens={TOKENS}", "smoothing=1", "checkpoint_period=100")
-TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 
 
 def train(folder: pathlib.Path, **keys: object) -> None:
@@ -81,11 +80,6 @@ def constant(tmp_path_factory) -> pathlib.Path:
 
 def place(folder: pathlib.Path, step: int = START, name: str = "mine") -> pathlib.Path:
   return folder / f"{name}-critical_batch" / f"step-{step}"
-
-
-def records(folder: pathlib.Path) -> list[dict[str, float]]:
-  result = read_metrics(folder)
-  return [{key: value for key, value in one.items() if key not in TIMES} for one in result]
 
 
 def measure(folder: pathlib.Path, *arguments: str, name: str = "mine") -> dict[str, Any]:

@@ -17,6 +17,7 @@ PAGES = {
   "../README.md": 1,
   "batch_size.md": 10,
   "pipeline.md": 5,
+  "goodput.md": 0,
   "who_loads.md": 0,
   "reinforcement_learning.md": 0,
 }

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import several_processes
 from first_devices import use_first_devices
 from preloaded import started
 from processes import ONE_DEVICE, small_run
@@ -18,11 +19,9 @@ from support import stop_at
 from maxbatch.data.loader import ChainedLoader
 from maxbatch.modes import pretraining
 from maxbatch.modes import run as run_module
-from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 
 SENTENCE = "interrupted; what was saved before is kept"
-TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 
 # A run that gets SIGTERM in the named function, which would then take ten minutes more.
 DRIVER = """
@@ -69,8 +68,7 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def records(folder: pathlib.Path) -> list[dict[str, float]]:
-  result = read_metrics(folder / "first_run")
-  return [{key: value for key, value in one.items() if key not in TIMES} for one in result]
+  return several_processes.records(folder / "first_run")
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
+import several_processes
 from processes import small_run
 
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 
 MIXTURE = "dataset_mixture=[[numbers.txt, 3], [letters.txt, 1]]"
-TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 
 
 @pytest.fixture
@@ -26,8 +26,7 @@ def start(folder: Path, *arguments: str) -> int:
 
 
 def records(folder: Path) -> list[dict[str, float]]:
-  result = read_metrics(folder / "runs" / "first_run")
-  return [{key: value for key, value in one.items() if key not in TIMES} for one in result]
+  return several_processes.records(folder / "runs" / "first_run")
 
 
 def test_sources_are_reported_and_evaluated_by_name(folder, capsys):

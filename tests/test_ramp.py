@@ -7,6 +7,7 @@ import time
 
 import jax
 import pytest
+import several_processes
 from processes import PATIENCE_SECONDS
 from support import SMALLEST, stop_at
 
@@ -16,7 +17,6 @@ from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.config.load import load_config
 from maxbatch.core.plan import Position
 from maxbatch.modes.run import run
-from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.training import build
 from maxbatch.training.job import Hooks
 
@@ -31,7 +31,6 @@ RAMP = {
   "total_samples": 160,
 }
 """8, 16, 24, 32 samples a step on 8 devices, 32 samples (and what a step takes over) each."""
-TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +62,7 @@ def train(text: pathlib.Path, folder: pathlib.Path, **keys: object):
 
 
 def records(folder: pathlib.Path) -> list[dict[str, float]]:
-  result = read_metrics(folder / "first_run")
-  return [{key: value for key, value in one.items() if key not in TIMES} for one in result]
+  return several_processes.records(folder / "first_run")
 
 
 def batches(folder: pathlib.Path) -> list[float]:

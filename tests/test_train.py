@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import several_processes
 import yaml
 from preloaded import started
 from processes import ONE_DEVICE, PATIENCE_SECONDS
@@ -23,7 +24,6 @@ from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import load_config, main
 
 STEPS = 6
-TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 REPOSITORY = pathlib.Path(__file__).parents[1]
 
 
@@ -57,8 +57,7 @@ def train(text: pathlib.Path, folder: pathlib.Path, **keys: object):
 
 
 def without_times(folder: pathlib.Path) -> list[dict[str, float]]:
-  records = read_metrics(folder / "first_run")
-  return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+  return several_processes.records(folder / "first_run")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from maxbatch.advice.goodput import ExpectedGoodput
 from maxbatch.batch.host_loads import HostLoad
 from maxbatch.batch.learning_rate import LearningRate
 from maxbatch.batch.limits import limits
@@ -41,6 +42,8 @@ class PlanReport:
   them."""
   sparse_experts: Sequence[str] = ()
   """Whether experts see too few tokens of a step; empty: they do not."""
+  goodput: ExpectedGoodput | None = None
+  """What to expect where hosts fail; None: it is not asked for."""
 
   def as_dict(self) -> dict[str, Any]:
     """Returns plain values for --json: numbers are numbers, fractions text."""
@@ -61,7 +64,9 @@ class PlanReport:
       "phases_not_reached": list(self.plan.phases_not_reached),
       "limits": self._limits(),
       "pipeline": self.pipeline and self.pipeline.as_dict(),
-    } | ({"rl": self.rl.as_dict()} if self.rl else {})
+      **({"rl": self.rl.as_dict()} if self.rl else {}),
+      **({"goodput": self.goodput.as_dict()} if self.goodput else {}),
+    }
 
   def __str__(self) -> str:
     parts = [
@@ -73,6 +78,7 @@ class PlanReport:
       self._table(),
       *([self._pipeline(self.pipeline)] if self.pipeline else []),
       *([section("Limits", self._limits())] if not self.rl else []),
+      *([section("Goodput", self.goodput.lines())] if self.goodput else []),
     ]
     return "\n\n".join(parts)
 

@@ -45,7 +45,7 @@ from maxbatch.modes.summary import (
   sum_up,
 )
 from maxbatch.run_folder.atomic import locked
-from maxbatch.run_folder.events import COMPILED
+from maxbatch.run_folder.events import COMPILED, DROPPED
 from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
@@ -258,6 +258,8 @@ def _train(
     seconds = time.perf_counter() - began
     progress.say(f"\nCompiled in {seconds:.1f} s\n")
     run_log.events.note(COMPILED, seconds=seconds)
+    if start.restored and (account := run_log.events.account(log.times)):
+      progress.say(for_screen(f"{account}\n"))
     if config.compile.save_compiled_step:
       save_steps(config, plan, trainer, dataset.train, programs.all())
     profiler = Profiler(config.profiling, resolved.folder.profile, position.step)
@@ -298,6 +300,8 @@ def _train(
       write_profile(resolved.folder, profiler.traced, programs(size))
   if waited := progress.data_wait():
     print(f"\n{waited}", flush=True)
+  if account := run_log.events.account(log.times):
+    print(for_screen(str(account)), flush=True)
   return trained
 
 
@@ -333,7 +337,7 @@ def _notes(prepared: Prepared, start: _Start, state: TrainState) -> dict[str, An
 
 def _metrics_log(resolved: ResolvedRun, position: Position, run_log: RunLog) -> MetricsLog:
   config = resolved.config
-  return MetricsLog(
+  log = MetricsLog(
     resolved.folder.path,
     position.step,
     run_log.say,
@@ -342,6 +346,10 @@ def _metrics_log(resolved: ResolvedRun, position: Position, run_log: RunLog) -> 
     ),
     keys=to_flat_dict(config),
   )
+  if log.dropped.num_steps:
+    steps, seconds, _ = log.dropped
+    run_log.events.note(DROPPED, steps=steps, seconds=seconds)
+  return log
 
 
 def _complete_records(log: MetricsLog, restored: Restored) -> None:

@@ -18,9 +18,10 @@ import platform
 import re
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import numpy as np
@@ -257,9 +258,12 @@ _LIBRARIES = ("jax", "jaxlib", "numpy", "grain", "orbax-checkpoint")
 class RunLog:
   """Of one start, in process 0; in others it writes nothing."""
 
+  ended: ClassVar[float] = 0.0
+  """When the run before it in this process ended, in seconds since 1970; 0: there was none."""
+
   def __init__(self, folder: Path, *, write_report: bool):
     """Events that cannot be written are left out."""
-    first, self.events = jax.process_index() == 0, NoEventLog()
+    first, self.events, self._folder = jax.process_index() == 0, NoEventLog(), folder
     if first:
       with contextlib.suppress(OSError):  # What can be written there, the metrics say.
         self.events = EventLog(folder)
@@ -278,9 +282,11 @@ class RunLog:
   def begin(self, position: Position, devices: Sequence[Device], about: str) -> None:
     """Takes note of the start: from where, with which command, on what."""
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES} | library_versions()
-    self._has_begun = True
+    self._has_begun, metrics = True, RunFolder(self._folder).metrics
     self.events.note(
       START,
+      began=round(max(_process_began(), RunLog.ended), 3),
+      last_seen=round(metrics.stat().st_mtime, 3) if metrics.is_file() else None,
       step=position.step,
       samples=position.samples,
       command=sys.orig_argv,
@@ -301,7 +307,21 @@ class RunLog:
     """Takes note of the end, the first time: finished, stopped, diverged or failed."""
     if self._has_begun:
       self.events.note(END, how=how, step=step, text=text)
+      RunLog.ended = time.time()
     self._has_begun = False
+
+
+def _process_began() -> float:
+  """Returns when this process began, in seconds since 1970; where the system does not say it: now.
+
+  Linux says it in ticks since the machine began (proc_pid_stat(5), field 22).
+  """
+  try:
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+  except (OSError, AttributeError):
+    age = 0.0
+  return time.time() - age
 
 
 @contextlib.contextmanager

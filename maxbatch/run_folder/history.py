@@ -19,7 +19,16 @@ import numpy as np
 import yaml
 
 from maxbatch.config.load import DERIVED
-from maxbatch.run_folder.events import END, START, Event, Record, readable_events
+from maxbatch.run_folder.events import (
+  END,
+  START,
+  Event,
+  Record,
+  Sessions,
+  StepTimes,
+  TimeAccount,
+  readable_events,
+)
 from maxbatch.run_folder.paths import RunFolder
 
 POSITIONS = ("step", "samples", "tokens")
@@ -80,6 +89,19 @@ class RunHistory:
 
   def of_kind(self, kind: str) -> list[Event]:
     return [event for event in self.events if event["event"] == kind]
+
+  def time_account(self) -> TimeAccount:
+    """Returns where the time of all starts went, as far as the files tell."""
+    curves, sessions = self.metrics.curves, Sessions()
+    for event in self.events:
+      sessions.add(event)
+    sums = (
+      max(float(curves[key].values.sum()), 0.0) if key in curves else 0.0
+      for key in (SECONDS, "data_wait_seconds")
+    )
+    step, seconds = (self.metrics.positions[key].tolist() for key in ("step", SECONDS))
+    times = StepTimes(self.metrics.num_records, *sums)
+    return sessions.account(times, sessions.last_seen(step, seconds))
 
 
 def read_history(folder: Path) -> RunHistory:

@@ -21,7 +21,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import AppendedFile, elsewhere, replacing
-from maxbatch.run_folder.events import Record
+from maxbatch.run_folder.events import Record, StepTimes
 from maxbatch.run_folder.paths import RunFolder
 
 POSITIONS = ("step", "samples", "tokens")
@@ -186,6 +186,10 @@ class MetricsLog:
 
   last_step: int | None = None
   """Last step of the earlier records; None: there were none."""
+  times: StepTimes = StepTimes()
+  """Sums over the records of the file."""
+  dropped: StepTimes = StepTimes()
+  """Sums over those of an interrupted run that were dropped."""
 
   def __init__(
     self,
@@ -213,7 +217,7 @@ class MetricsLog:
     self._missing: collections.deque[int] = collections.deque()
     try:
       folder.mkdir(parents=True, exist_ok=True)
-      last = _cut(path, first)
+      last, self.times, self.dropped = _cut(path, first)
       opening = Opening(folder, first, last, keys or {}, report)
       self._others = list(open_others(opening))
       self._file = AppendedFile(path, report)
@@ -244,6 +248,7 @@ class MetricsLog:
     self._file.flush()
     self._missing.append(int(record["step"]))
     self._drop_written()
+    self.times = self.times.plus(record)
     for writer in self._others:
       writer.write(record)
 
@@ -313,17 +318,19 @@ def _parse(path: pathlib.Path, number: int, line: bytes) -> Record:
   )
 
 
-def _cut(path: pathlib.Path, first: int) -> Record | None:
+def _cut(path: pathlib.Path, first: int) -> tuple[Record | None, StepTimes, StepTimes]:
   """Leaves only the records before step `first`, replacing the file in one move.
 
-  Returns the last record left, if there is one.
+  Returns the last record left, if there is one, and sums over those left and those dropped.
   """
+  last, kept, dropped = None, StepTimes(), StepTimes()
   if not path.exists():
-    return None
-  last: Record | None = None
+    return last, kept, dropped
   with replacing(path) as file:
     for line, record in _lines(path):
       if record["step"] < first:
         file.write(line)
-        last = record
-  return last
+        last, kept = record, kept.plus(record)
+      else:
+        dropped = dropped.plus(record)
+  return last, kept, dropped

@@ -16,6 +16,7 @@ _FEWEST_POINTS = 200
 _STEP_TIMES = {"step_seconds": "a step", "data_wait_seconds": "of it waiting for rows"}
 _SIZES = ("micro_batch_to_train", "gradient_accumulation_steps")
 _BATCH, _RATE = "global_batch_to_train", "learning_rate"
+_GOODPUT, _WALL = "goodput/share", "goodput/wall_seconds"
 _TOTAL, _LOW, _HIGH = "gns/total", "gns/total_low", "gns/total_high"
 _OF_THE_WHOLE = (_TOTAL, _LOW, _HIGH, "gns/total_tokens", "gns/negative_share", "gns/slope")
 _HIDDEN = ("/signal", "/noise")
@@ -99,8 +100,30 @@ class _Drawing:
     speed = self._lines({"tokens_per_second": "all devices"})
     yield Panel("tokens per second of all devices", speed, low=0)
     yield Panel("seconds", self._lines(_STEP_TIMES), log=True)
+    yield Panel(
+      "goodput: share of the time in steps that count",
+      self._lines({_GOODPUT: "goodput"}),
+      low=0,
+      high=1,
+    )
+    lost = {
+      name: name[len("goodput/") : -len("_seconds")].replace("_", " ")
+      for name in names
+      if name.startswith("goodput/") and name not in (_GOODPUT, _WALL)
+    }
+    yield Panel("seconds lost so far, by cause", self._lines(lost), low=0)
     shown = {"loss", _BATCH, _RATE, "grad_norm", "tokens_per_second", _TOTAL, _LOW, _HIGH}
-    shown |= {*evaluations, *rewards, *groups, *_STEP_TIMES, *_SIZES, *filter(_LOAD.match, names)}
+    shown |= {
+      *evaluations,
+      *rewards,
+      *groups,
+      *_STEP_TIMES,
+      *_SIZES,
+      *lost,
+      _GOODPUT,
+      _WALL,
+      *filter(_LOAD.match, names),
+    }
     for key, title in _BY_LAYER.items():
       layers = self._largest([name for name in names if name.startswith(f"{key}/")])
       shown |= {name for name in names if name.startswith(f"{key}/")}

@@ -10,7 +10,6 @@ from typing import Any
 
 from maxbatch.command_line.screen import Table, file_size, in_unit
 from maxbatch.run_folder.events import (
-  COMPILED,
   END,
   EVALUATED,
   NOTICE,
@@ -24,6 +23,16 @@ from maxbatch.run_folder.history import RunHistory, span
 from maxbatch.run_folder.paths import RunFolder
 
 _RECENT = 20
+_CAUSES = {
+  "start": "starting",
+  "compile": "compiling",
+  "data_wait": "waiting for data",
+  "save": "saving",
+  "evaluation": "evaluation and texts",
+  "repeated": "steps that were trained again",
+  "restart": "between starts",
+  "other": "other",
+}
 Row = tuple[str, ...]
 
 
@@ -61,23 +70,11 @@ def recent(run: RunHistory, key: str) -> float | None:
   return statistics.median(curve.values[-_RECENT:].tolist()) if curve is not None else None
 
 
-def seconds_by_use(run: RunHistory) -> dict[str, float]:
-  """Returns where the time of all starts went, as far as it was measured."""
-  curves = run.metrics.curves
-  total, waited = (
-    float(curves[key].values.sum()) if key in curves else 0.0
-    for key in ("step_seconds", "data_wait_seconds")
-  )
-  spent = {
-    name: sum(_number(event.get("seconds")) for event in run.of_kind(kind))
-    for name, kind in {
-      "compiling": COMPILED,
-      "evaluation": EVALUATED,
-      "saving": SAVED,
-      "sample texts": TEXT,
-    }.items()
-  }
-  result = {"steps": max(total - waited, 0.0), "waiting for data": waited} | spent
+def seconds_by_cause(run: RunHistory) -> dict[str, float]:
+  """Returns where the time of all starts went: the steps that count, then what was lost by cause."""
+  account = run.time_account()
+  lost = {_CAUSES[cause]: seconds for cause, seconds in account.lost.items()}
+  result = {"steps that count": account.step_seconds} | lost
   return {name: seconds for name, seconds in result.items() if seconds > 0}
 
 

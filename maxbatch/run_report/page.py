@@ -1,6 +1,7 @@
 """The page itself: a template filled with what the runs' files say, and with their charts."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,12 +80,16 @@ def page(runs: Sequence[RunHistory]) -> str:
 
 def _shown(run: RunHistory) -> SimpleNamespace:
   """Returns what the template says of one run."""
-  plan, uses = _planned(run), facts.seconds_by_use(run)
+  plan, uses = _planned(run), facts.seconds_by_cause(run)
   start = (run.of_kind(START) or [{}])[-1]
   total = sum(uses.values())
   shares = [(name, span(each), f"{each / total:.1%}") for name, each in uses.items()]
-  bars = Panel("", [Bars("", list(uses), list(uses.values()))])
-  time_chart = Chart("where the time went", ["seconds"], [bars], row_names=list(uses))
+  begins = itertools.accumulate(uses.values(), initial=0.0)
+  bars = [
+    Bars(name, ["time"], [seconds], [begin], color=number)
+    for number, ((name, seconds), begin) in enumerate(zip(uses.items(), begins, strict=False))
+  ]
+  time_chart = Chart("where the time went", ["seconds"], [Panel("", bars)], row_names=["time"])
   return SimpleNamespace(
     name=run.name,
     status=status_of(run),

@@ -262,7 +262,8 @@ def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None
     if params is not None:
       evaluation = _timed_evaluation(job, int(record["step"]), params)
   finally:
-    _note(job, record | evaluation)
+    account = job.outputs.events.account(job.outputs.log.times.plus(record))
+    _note(job, record | evaluation | (account.record() if account else {}))
 
 
 def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
