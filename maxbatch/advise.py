@@ -59,7 +59,7 @@ _WHY = {
 }
 _OPTIONS = ("json", "explain", "explore", "plot", "write")
 _MESH = ("remat_policy", "ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
-_MESH += ("dcn_data_parallelism",)
+_MESH += ("dcn_data_parallelism", "ici_context_parallelism")
 _WITH_EXPONENT = re.compile(r"(total_tokens|total_samples)=(\d+(?:\.\d+)?[eE]\+?\d{1,2})")
 
 

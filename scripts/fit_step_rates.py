@@ -36,11 +36,10 @@ from maxbatch.estimate.compiled_steps import (
   named,
   read_report,
 )
+from maxbatch.estimate.links import is_wide, link_seconds
 from maxbatch.estimate.step_roofline import (
   RATES,
   StepRates,
-  is_wide,
-  link_seconds,
   memory_work,
   state_bytes,
   step_rates,

@@ -17,7 +17,13 @@ from maxbatch.estimate.best_split import (
 )
 from maxbatch.estimate.chips import CHIPS, GPUS, Chip, calibrated, measured_factor
 from maxbatch.estimate.compiled_steps import compiled_steps, read_report, remember
-from maxbatch.estimate.step_roofline import StepRoofline, step_rates, step_roofline
+from maxbatch.estimate.links import link_seconds
+from maxbatch.estimate.step_roofline import (
+  StepRoofline,
+  memory_work,
+  step_rates,
+  step_roofline,
+)
 from maxbatch.estimate.step_work import RematPolicy, StepWork, microbatch_work, step_work
 from maxbatch.training.tiles import keeps_gradients, num_tiles
 from scripts.effective_batch import effective_batch
@@ -126,6 +132,40 @@ def test_a_chosen_estimate_is_held_to_what_compiled_choices_reached():
     assert one.step == step_roofline(LLAMA, V5E, one.mesh, one.per_device, *size)
 
 
+LONG = work_of("llama3.1-8b", "max_target_length=131072")
+
+
+def test_long_rows_are_shared_where_that_is_fastest():
+  """What fits 32 chips: neither memory nor heads allow as much without the axis."""
+  v5p = CHIPS["v5p"]
+  found = best_split(LONG, v5p, 32, 8)
+  assert found.step.fits
+  assert found.mesh.ici["context"] * found.mesh.ici["fsdp"] == 32
+  assert found.keys["ici_context_parallelism"] == str(found.mesh.ici["context"])
+  every = splits(LONG, v5p, 32, 8)
+  alone = [each for each in every if "context" not in each.mesh.ici]
+  fitting = min(each.step.step_seconds for each in alone if each.step.fits)
+  assert found.step.step_seconds < 0.95 * fitting
+  short = splits(dataclasses.replace(LONG, length=8192), v5p, 32, 32)
+  assert all("context" not in each.mesh.ici for each in short)
+
+
+def test_devices_that_share_rows_hold_their_tokens_and_send_heads_or_keys():
+  """Of 32 heads and 8 pairs of keys and values: whole rows of 4 heads with a pair, or all pairs' rows."""
+  v5p, places = CHIPS["v5p"], [Topology.of(context=ways, fsdp=32 // ways) for ways in (4, 8)]
+  four, eight = (
+    memory_work(LONG, place, Fraction(1, place.ici["context"]), "full") for place in places
+  )
+  for kind in ("residuals", "stream", "hidden", "heads"):
+    assert four[kind] == 2 * eight[kind]
+  sent = link_seconds(LONG, v5p, places[1], Fraction(1, 8), "full").activations
+  numbers = 131072 // 8 * 128 * 2 * 3 * 32
+  assert sent == pytest.approx(numbers * (2 * 32 + 2 * 8) * 2 / v5p.ici_bandwidth)
+  odd = dataclasses.replace(LONG, model=dataclasses.replace(LONG.model, base_num_query_heads=36))
+  gathered = link_seconds(odd, v5p, places[1], Fraction(1, 8), "full").activations
+  assert gathered == pytest.approx(8 * numbers * 2 * 8 * 7 / 8 / v5p.ici_bandwidth)
+
+
 def test_what_was_compiled_is_as_fast_as_it_was_beside_estimates():
   (chosen,) = (one for one in chosen_steps() if one.name.startswith("gpt2-small, 16 × v5e"))
   work = work_of("gpt2-small", f"max_target_length={chosen.length}", "precision=bfloat16")
@@ -144,7 +184,9 @@ def test_nothing_is_chosen_far_beyond_what_was_compiled():
   # A row that is longer than that is one sample all the same.
   long = dataclasses.replace(small, length=2 * most)
   assert {
-    one.per_device for one in splits(long, CHIPS["v5p"], 8, 16) if one.mesh.ici["tensor"] == 1
+    one.per_device
+    for one in splits(long, CHIPS["v5p"], 8, 16)
+    if one.mesh.ici["tensor"] == 1 and "context" not in one.mesh.ici
   } == {1}
   result = effective_batch(small, CHIPS["v5p"], 8)
   assert result is not None

@@ -9,7 +9,7 @@ from maxbatch.core.solve import nearest_divisors
 
 def limits(plan: BatchPlan) -> list[str]:
   """Returns one sentence for each limit of the plan."""
-  return [_batches(plan), _devices(plan), _shapes(plan), _end(plan)]
+  return [_batches(plan), *_rows(plan), _devices(plan), _shapes(plan), _end(plan)]
 
 
 def _batches(plan: BatchPlan) -> str:
@@ -19,6 +19,18 @@ def _batches(plan: BatchPlan) -> str:
     f"with this microbatch the global batch is a multiple of {micro:,}; nearest to {batch:,}: "
     f"{' and '.join(near)}"
   )
+
+
+def _rows(plan: BatchPlan) -> list[str]:
+  """Says how many devices share the tokens of a row, and which sizes that allows."""
+  mesh, length = plan.topology, plan.tokens(1)
+  if (ways := mesh.shape.get("context", 1)) == 1:
+    return []
+  unit = text(Fraction(mesh.num_batch_groups, mesh.num_devices))
+  return [
+    f"{ways} devices share each row along context, {length // ways:,} of its {length:,} tokens each; "
+    f"per_device_batch_size is a multiple of {unit}"
+  ]
 
 
 def _devices(plan: BatchPlan) -> str:

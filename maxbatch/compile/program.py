@@ -17,6 +17,7 @@ from maxbatch.command_line.screen import GIB
 from maxbatch.compile.traced_flops import StepFlops, step_flops
 from maxbatch.config.schema import CompileConfig, Config
 from maxbatch.core.plan import BatchPlan
+from maxbatch.core.topology import LONG_ROW_TOKENS
 from maxbatch.data.rows import Rows, RowSource
 from maxbatch.errors import UserError
 from maxbatch.estimate import hlo
@@ -318,4 +319,6 @@ def memory_suggestions(config: Config) -> str:
   ]
   if config.model.remat_policy not in ("full", "explore"):
     ways.insert(0, f"remat_policy=full (now {config.model.remat_policy})")
+  if length >= LONG_ROW_TOKENS * (context := config.mesh.ici_context_parallelism) > 0:
+    ways.append(f"ici_context_parallelism={2 * context}: devices share the tokens of rows")
   return f"what helps: {', '.join(ways)}"

@@ -160,7 +160,7 @@ def whole_micro_batch(
     nearest = [f"{offer} with {batch.assigned(size)}" for offer, size in pairs]
   raise UserError(
     f"{given} on {devices} devices is {text(samples)} samples, which must be a positive multiple "
-    f"of {describe_groups(topology)}; nearest: {' or '.join(nearest)}"
+    f"of {describe_groups(topology, samples)}; nearest: {' or '.join(nearest)}"
   )
 
 
@@ -176,12 +176,17 @@ def _fitting_rows(
   return [int(per_group)] if accumulation else nearest_divisors(int(per_group), rows)
 
 
-def describe_groups(topology: Topology) -> str:
-  """Names the data-parallel groups of the mesh, for a message."""
+def describe_groups(topology: Topology, samples: Fraction = Fraction(0)) -> str:
+  """Names the data-parallel groups of the mesh, for a message, and, where so many samples are too few for
+  them, how many devices would have to share the tokens of each row."""
+  groups = topology.num_batch_groups
   axes = " × ".join(
     f"{axis} {topology.shape[axis]}" for axis in BATCH_AXES if axis in topology.shape
   )
-  return f"the {counted(topology.num_batch_groups, 'data-parallel group')} ({axes})"
+  if samples.denominator == 1 and 0 < samples < groups and groups % samples == 0:
+    ways = topology.ici.get("context", 1) * groups // int(samples)
+    axes += f"; ici_context_parallelism={ways}, whose devices share rows, leaves {samples}"
+  return f"the {counted(groups, 'data-parallel group')} ({axes})"
 
 
 def nearest_divisors(number: int, near: Fraction) -> list[int]:

@@ -41,6 +41,10 @@ WEIGHT_AXES = ("fsdp", "expert", "context")
 """Those whose devices have tokens of their own and divide the weights: `fsdp` and `expert` by rows,
 `context` the tokens of each row. Experts' matrices are divided by `fsdp`, whole experts by `expert`."""
 
+LONG_ROW_TOKENS = 16384
+"""Tokens of a row that devices are advised to share: in halves of so many each product still has enough to
+do, and in shorter ones messages would take longer."""
+
 
 def weight_groups(sizes: Mapping[str, int]) -> int:
   """Returns the groups of devices with different tokens that share one copy of the weights."""

@@ -17,7 +17,7 @@ from fractions import Fraction
 from maxbatch.command_line.screen import gib_of
 from maxbatch.core.keys import counted, text
 from maxbatch.core.solve import nearest_batches, splits_of
-from maxbatch.core.topology import Topology
+from maxbatch.core.topology import LONG_ROW_TOKENS, Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.compiled_steps import most_compiled_tokens
@@ -49,12 +49,14 @@ class BatchSplit:
     """The configuration's keys that ask for it, with their values."""
     ici, replicas = self.mesh.ici, self.mesh.dcn["data"]
     slices = {"dcn_data_parallelism": str(replicas)} if replicas > 1 else {}
+    sharing = {"ici_context_parallelism": str(ici["context"])} if "context" in ici else {}
     return {
       "batch_size": str(self.batch),
       "micro_batch_size": text(self.per_device),
       "remat_policy": self.remat,
       "ici_data_parallelism": str(ici["data"]),
       "ici_fsdp_parallelism": str(ici["fsdp"]),
+      **sharing,
       "ici_tensor_parallelism": str(ici["tensor"]),
       **slices,
     }
@@ -105,9 +107,9 @@ def simplest(results: Sequence[BatchSplit]) -> BatchSplit:
   enough = most / (1 + results[0].step.rates.spread["seconds"])
   alike = [one for one in results if one.step.tokens_per_second >= enough]
 
-  def complexity(one: BatchSplit) -> tuple[int, int, float]:
+  def complexity(one: BatchSplit) -> tuple[int, int, int, float]:
     sizes = one.mesh.shape
-    return sizes["tensor"], sizes["data"], -one.step.tokens_per_second
+    return sizes["tensor"], sizes.get("context", 1), sizes["data"], -one.step.tokens_per_second
 
   return min(alike, key=complexity)
 
@@ -181,19 +183,30 @@ def divisible_batches(
 
 
 def meshes(work: StepWork, devices_per_slice: int, num_slices: int = 1) -> Iterator[Topology]:
-  """Yields meshes worth estimating: devices that share layers × replicas × devices that divide
-  weights.
+  """Yields meshes worth estimating: devices that share layers × that share rows × replicas × that divide
+  weights alone.
 
-  Slices are data replicas of each other: their network is too slow for anything each microbatch
-  needs.
+  Devices share long rows: so many, that each has thousands of their tokens. Slices are data replicas of each
+  other: their network is too slow for anything each microbatch needs.
   """
   c = work.model
   shared = math.gcd(math.gcd(c.base_num_kv_heads, c.base_num_query_heads), c.base_mlp_dim)
   for tensor in (1, 2, 4, _MOST_TENSOR):
     if devices_per_slice % tensor or shared % tensor or c.vocab_size % tensor:
       continue
-    groups = devices_per_slice // tensor
-    for data in (2**power for power in range(groups.bit_length())):
-      if groups % data == 0 and c.base_emb_dim % (groups // data) == 0:
-        ici = {"data": data, "fsdp": groups // data, "tensor": tensor}
-        yield Topology(ici, {"data": num_slices})
+    for context in _sharing_rows(work, devices_per_slice // tensor, tensor):
+      groups = devices_per_slice // tensor // context
+      for data in (2**power for power in range(groups.bit_length())):
+        if groups % data == 0 and c.base_emb_dim % (context * groups // data) == 0:
+          sizes = {"data": data, "fsdp": groups // data, "context": context, "tensor": tensor}
+          yield Topology(sizes, {"data": num_slices})
+
+
+def _sharing_rows(work: StepWork, devices: int, tensor: int) -> Iterator[int]:
+  """Yields how many devices may share a row's tokens, of which they also divide the heads."""
+  context = 1
+  while context == 1 or context * LONG_ROW_TOKENS // 2 <= work.length:
+    is_even = devices % context == 0 and work.length % (2 * context) == 0
+    if context == 1 or (is_even and work.model.base_num_query_heads % (context * tensor) == 0):
+      yield context
+    context *= 2

@@ -20,11 +20,18 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.config.keys.model import expert_parameters, hidden_width
+from maxbatch.config.keys.model import hidden_width
 from maxbatch.config.schema import query_dim
-from maxbatch.core.topology import Topology, weight_groups
+from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.compiled_steps import CompiledStep, compiled_step
+from maxbatch.estimate.links import (
+  is_wide,
+  kv_heads_of_rows,
+  link_seconds,
+  ring_seconds,
+  sharded,
+)
 from maxbatch.estimate.step_time import Limit, RooflineSeconds
 from maxbatch.estimate.step_work import (
   Part,
@@ -37,9 +44,6 @@ from maxbatch.estimate.step_work import (
 )
 
 RATES = pathlib.Path(__file__).with_name("step_rates.json")
-_WIDE = 16
-"""Devices over which the compiler still divides reductions into small messages beside the products; over
-more it sums whole gradients, and the products wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +130,7 @@ def memory_work(
   D, L = c.base_emb_dim, c.base_num_decoder_layers
   queries, keys = (
     c.base_num_query_heads * query_dim(c) / ways,
-    c.base_num_kv_heads * query_dim(c) / ways,
+    kv_heads_of_rows(work, mesh) * query_dim(c) / ways,
   )
   hidden = hidden_width(c) / ways * (1 if c.mlp_activation == "gelu" else 2)
   shards = weight_shards(work, mesh)
@@ -288,66 +292,6 @@ def _scaled(one: RooflineSeconds, factor: float) -> RooflineSeconds:
   return RooflineSeconds(factor * one.compute, factor * one.memory, factor * one.interconnect)
 
 
-@dataclasses.dataclass(frozen=True)
-class LinkSeconds:
-  """Time on the links of the collectives of one microbatch, if nothing else had to wait."""
-
-  gathers: float
-  """Weights, for the forward and again for the backward pass."""
-  reductions: float
-  """Gradients, as reduce-scatters."""
-  activations: float
-  """Sums over the devices that share a layer: each product's result, whole; and tokens to experts."""
-
-
-def link_seconds(
-  work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
-) -> LinkSeconds:
-  """Returns the time of a microbatch's collectives on the links."""
-  fsdp, ways, groups = mesh.shape["fsdp"], mesh.shape["tensor"], mesh.weight_groups
-  is_divided = weight_shards(work, mesh)[0] > 1
-  # Slices that divide weights gather them over their hosts' network.
-  ring = mesh.shape.get("expert", 1)
-  each = _ring_seconds(chip, groups, ways, crosses=weight_groups(mesh.dcn) > 1)
-  of_experts = work.model.base_num_decoder_layers * expert_parameters(work.model) / ring
-  # Whole experts are gathered by no device but those that hold them.
-  beside = _ring_seconds(chip, fsdp, ways * ring, crosses=mesh.dcn["fsdp"] > 1)
-  gathered = (work.parameters - of_experts * ring) * each + of_experts * beside
-  weights = gathered / ways * work.compute_bytes
-  tokens = float(per_device * ways * work.length)
-  sums = 6 if remat == "full" else 5 if remat == "minimal" else 4
-  layers = work.model.base_num_decoder_layers
-  moved = tokens * work.model.base_emb_dim * work.compute_bytes * layers * sums
-  shared = 2 * moved * _ring_seconds(chip, ways, 1, crosses=False)
-  # Tokens of the devices that divide experts: gathered, and in float32 summed, in both passes.
-  passes = (3 if remat == "full" else 2) * layers * (work.compute_bytes + 4)
-  in_ring = ring * tokens * work.model.base_emb_dim * passes
-  shared += in_ring * _ring_seconds(chip, ring, ways, crosses=mesh.dcn.get("expert", 1) > 1)
-  # Weights that every device has whole are not gathered, and their gradients are all-reduced.
-  return LinkSeconds(
-    2 * weights if is_divided else 0.0, weights if is_divided else 2 * weights, shared
-  )
-
-
-def _ring_seconds(chip: Chip, size: int, stride: int, *, crosses: bool) -> float:
-  """Returns the seconds in which a byte of each result reaches all devices of a group: an all-gather's.
-
-  Args:
-    size: devices of a group.
-    stride: between neighbours of a group, in devices.
-    crosses: whether the group lies in several slices.
-  """
-  if not chip.is_gpu:
-    return (size - 1) / size / (chip.dcn_bandwidth if crosses else chip.ici_bandwidth)
-  # Those of an NVLink domain carry the data together, each with a port of its own.
-  ports = min(size, max(1, chip.domain // stride))
-  domains = size / ports
-  if domains == 1:
-    return (size - 1) / size / chip.ici_bandwidth
-  network = ports * chip.dcn_bandwidth * chip.network_share
-  return (domains - 1) / domains / min(network, chip.ici_bandwidth)
-
-
 def _collectives(
   work: StepWork,
   chip: Chip,
@@ -364,14 +308,6 @@ def _collectives(
   layers = sum(microbatch[part].total for part in ("attention", "mlp", "norm"))
   late = max(0.0, (1 - share) * weights - layers)
   return RooflineSeconds(interconnect=share * weights + late + links.activations)
-
-
-def is_wide(mesh: Topology, chip: Chip) -> bool:
-  """Returns whether weights are divided over so many devices that gradients are summed whole; of GPUs,
-  over more than NVLink connects."""
-  if chip.is_gpu:
-    return mesh.shape["fsdp"] * mesh.shape["tensor"] > chip.domain
-  return mesh.shape["fsdp"] > _WIDE
 
 
 def _waits(rates: StepRates, chip: Chip, mesh: Topology) -> float:
@@ -394,6 +330,6 @@ def _replicas(work: StepWork, chip: Chip, mesh: Topology) -> RooflineSeconds:
   their hosts' network is the slowest part."""
   replicas = mesh.shape["data"]
   divided = math.prod(weight_shards(work, mesh))
-  stride = mesh.shape["fsdp"] * mesh.shape["tensor"]
-  each = _ring_seconds(chip, replicas, stride, crosses=mesh.dcn["data"] > 1)
+  stride = sharded(mesh) * mesh.shape["tensor"]
+  each = ring_seconds(chip, replicas, stride, crosses=mesh.dcn["data"] > 1)
   return RooflineSeconds(interconnect=2 * 4 * work.parameters / divided * each)

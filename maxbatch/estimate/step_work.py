@@ -149,7 +149,7 @@ def step_work(config: Config) -> StepWork:
 
 
 def weight_shards(work: StepWork, mesh: Topology) -> tuple[int, int]:
-  """Returns the devices along fsdp and expert, and along tensor, that divide the weights.
+  """Returns the devices along fsdp, expert and context, and along tensor, that divide the weights.
 
   A width that fsdp does not divide evenly is not divided at all: each device then has it whole.
   """

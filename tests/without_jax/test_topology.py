@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import mesh_of as devices_of
 from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.limits import limits
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import MeshConfig
 from maxbatch.core.plan import BatchPlan
@@ -162,6 +163,14 @@ def context_plan(*keys: str) -> BatchPlan:
   return plan_batches(config.batch, config.run, devices_of(config, 8))
 
 
+def test_a_plan_says_who_shares_a_row_and_in_which_sizes():
+  plan = context_plan("per_device_batch_size=1/2", "ici_tensor_parallelism=2")
+  assert limits(plan)[1] == (
+    "4 devices share each row along context, 32 of its 128 tokens each; per_device_batch_size is a multiple "
+    "of 0.125"
+  )
+
+
 def test_devices_that_share_the_tokens_of_a_row_have_a_fraction_of_it():
   layout = context_plan("per_device_batch_size=1/4").topology
   assert str(layout) == "data 2 × fsdp 1 × context 4 × tensor 1 × stage 1"
@@ -171,8 +180,10 @@ def test_devices_that_share_the_tokens_of_a_row_have_a_fraction_of_it():
     context_plan("per_device_batch_size=1/8")
   assert str(caught.value) == (
     "per_device_batch_size=0.125 on 8 devices is 1 samples, which must be a positive multiple of the 2 "
-    "data-parallel groups (data 2 × fsdp 1); nearest: per_device_batch_size=0.25"
+    "data-parallel groups (data 2 × fsdp 1; ici_context_parallelism=8, whose devices share rows, leaves 1); "
+    "nearest: per_device_batch_size=0.25"
   )
+  assert context_plan("per_device_batch_size=1/8", "ici_context_parallelism=8").num_microbatches
 
 
 def test_the_devices_that_share_a_row_divide_its_tokens_evenly():
