@@ -127,8 +127,8 @@ they say together, the ramp, learning rate and weight decay, the microbatch and 
 fastest, steps, days and cost, on half and twice the chips and on others too. Nothing is compiled, no device is
 touched. Writes advice.yml, which maxbatch train config=advice.yml takes.
 
-With a run's folder, maxbatch advise RUN: what to change in it now, by its own noise scale, step times
-and waits, in five lines.
+With a run's folder, maxbatch advise RUN: what to change in it now, by its own noise scale, step times,
+waits and restarts, in a few lines.
 """,
   AdviseArguments,
   "config=FILE total_tokens=NUMBER [compile_topology=SLICE]",

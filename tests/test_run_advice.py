@@ -1,4 +1,4 @@
-"""maxbatch advise RUN: five findings from a run's own records, each with its figure and its keys."""
+"""maxbatch advise RUN: findings from a run's own records, each with its figure and its keys."""
 
 import json
 from pathlib import Path
@@ -43,12 +43,29 @@ def gns(value: float, low: float, high: float) -> dict[str, float]:
 
 def test_five_findings_with_figures_of_the_run(made):
   found = of(made())
-  assert list(found) == ["Batch", "Data", "Pauses", "Steps", "Left"]
+  assert list(found) == ["Batch", "Data", "Pauses", "Restarts", "Steps", "Left"]
   assert "32 samples a step, noise scale 90 (95% 60–150" in found["Batch"].says
   assert "in the efficient range" in found["Batch"].says
   assert not found["Batch"].change
   assert found["Data"].says.startswith("2% of the last 39 steps' time")
   assert "nothing of its budget after step 40" in found["Left"].says
+
+
+def test_a_run_that_often_restarts_is_told_how_often_to_save(made):
+  folder = made("checkpoint_period=1000", step_seconds=1.0)
+  assert not of(folder)["Restarts"].change  # One alone says little.
+  lines = (folder / "events.jsonl").read_text().splitlines()
+  start = json.loads(lines[0])
+  again = [json.dumps(start | {"time": start["time"] + 60 + n}) for n in (1, 2, 3)]
+  (folder / "events.jsonl").write_text("\n".join([*lines[:-1], *again, lines[-1]]))
+  found = of(folder)["Restarts"]
+  # Four restarts in 136 s: √(2 · 0.5 · 34) is 5.8 s.
+  assert found.says.startswith("4 so far, with goodput ")
+  assert found.change == "checkpoint_period=6"
+  assert found.time_share > 0.5
+  config = folder / "config.yml"
+  config.write_text(config.read_text().replace("checkpoint_period: 1000", "checkpoint_period: 6"))
+  assert not of(folder)["Restarts"].change
 
 
 def test_a_batch_far_below_the_noise_scale_is_doubled_until_it_is_not(made):
@@ -172,7 +189,7 @@ def test_the_command_and_the_page(made, capsys):
   assert "Set batch_size=256" in printed
   assert "Set batch_size=256" in page([read_history(folder)])
   assert advise.main([str(folder), "--json"]) == 0
-  assert len(json.loads(capsys.readouterr().out)) == 5
+  assert len(json.loads(capsys.readouterr().out)) == 6
 
 
 def test_too_few_steps_are_refused_and_the_page_is_silent(made):

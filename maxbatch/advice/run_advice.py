@@ -1,4 +1,4 @@
-"""What to change in a run now, from its own metrics, and what that saves: five findings.
+"""What to change in a run now, from its own metrics, and what that saves: five or six findings.
 
 Each says its figure and where that is from, the keys to set, and what they save as far as the run's
 records tell. What they do not tell is said to be unknown.
@@ -15,8 +15,9 @@ from maxbatch.advice.words import DAY, percent, span, wrapped
 from maxbatch.batch_rules.findings import WSD, Setting
 from maxbatch.core.confidence import Interval
 from maxbatch.errors import UserError
+from maxbatch.estimate.failures import Recovery, best_interval, goodput
 from maxbatch.noise.advice import WELL_BELOW, cost_of_change, place, shown
-from maxbatch.run_folder.events import EVALUATED, SAVED, TEXT
+from maxbatch.run_folder.events import EVALUATED, SAVED, START, TEXT
 from maxbatch.run_folder.history import RunHistory
 
 FEWEST_STEPS = 20
@@ -28,6 +29,8 @@ _LONG = 1.5
 """Times the median, from which a step counts as held up."""
 _NOISIER = 4
 """Times the whole model's noise scale, from which a type of layer could have a batch of its own."""
+_FEWEST_RESTARTS = 3
+"""From which on the time between them is taken to be known."""
 _FEWEST_PAUSES = 4
 """Evaluations and checkpoints that are left of a run, whatever they take."""
 _PATTERNS = {"embedding": "embedding", "head": "head", "attention": "layers/attention/*"}
@@ -68,7 +71,7 @@ class Finding:
 
 
 def run_advice(run: RunHistory) -> list[Finding]:
-  """Returns five findings about a run: batch, data, pauses, steps, and what is left.
+  """Returns findings about a run: batch, data, pauses, restarts if there were any, steps, what is left.
 
   Raises:
     UserError: it has too few steps to say anything.
@@ -79,7 +82,7 @@ def run_advice(run: RunHistory) -> list[Finding]:
       f"{run.folder}: metrics.jsonl times {num_steps} steps, and advice about a run needs at least "
       f"{FEWEST_STEPS}; train on, for example to 100 steps"
     )
-  findings = [_batch(run), _data(run), _pauses(run), _steps(run)]
+  findings = [_batch(run), _data(run), _pauses(run), *_restarts(run), _steps(run)]
   return [*findings, _left(run, sum(one.time_share for one in findings))]
 
 
@@ -250,6 +253,39 @@ def _pauses(run: RunHistory) -> Finding:
     few = f"; rarer, fewer than {_FEWEST_PAUSES} of either would be left"
     return Finding("Pauses", says + (few if max(shares.values()) > 2 * _SMALL else ""))
   return Finding("Pauses", says, " ".join(changes), f"saves {percent(saved)} of the time", saved)
+
+
+def _restarts(run: RunHistory) -> Iterator[Finding]:
+  """Says what starting again has cost, and how often to save with so many restarts."""
+  account, count = run.time_account(), len(run.of_kind(START)) - 1
+  if count < 1 or not account.wall_seconds:
+    return
+  causes = {
+    "repeated": "steps trained again",
+    "restart": "time between starts",
+    "start": "starting",
+  }
+  parts = [
+    f"{name} {percent(account.lost[one] / account.wall_seconds)}" for one, name in causes.items()
+  ]
+  says = (
+    f"{count} so far, with goodput {percent(account.goodput)}: {', '.join(parts)} of the time "
+    "(events.jsonl)"
+  )
+  saves = [_number(event.get("seconds")) for event in run.of_kind(SAVED)]
+  step, now = float(np.median(_recent(run, "step_seconds"))), run.config.get("checkpoint_period")
+  period = now if type(now) is int and run.config.get("schedule_unit") == "steps" else 0
+  if period <= 0 or not saves or step <= 0 or count < _FEWEST_RESTARTS:
+    yield Finding("Restarts", says)
+    return
+  recovery, mtbf = Recovery(float(np.median(saves)), 0.0), account.wall_seconds / count
+  best = max(round(best_interval(recovery.save_seconds, mtbf) / step), 1)
+  gain = goodput(best * step, recovery, mtbf) - goodput(period * step, recovery, mtbf)
+  if gain <= _SMALL:
+    yield Finding("Restarts", says)
+    return
+  change = f"saves about {percent(gain)} of the time with as many restarts, by docs/goodput.md"
+  yield Finding("Restarts", says, f"checkpoint_period={best}", change, gain)
 
 
 def _longest(run: RunHistory) -> int:

@@ -35,6 +35,7 @@ CAUSES: Sequence[str] = (
   "compile",
   "data_wait",
   "save",
+  "copy",
   "evaluation",
   "repeated",
   "restart",
@@ -46,6 +47,7 @@ _CAUSE_OF = {
   EVALUATED: "evaluation",
   TEXT: "evaluation",
   SAVED: "save",
+  COPIED: "copy",
   DROPPED: "repeated",
 }
 _SIGNS_OF_LIFE = {START, VERIFIED, END, *_CAUSE_OF}

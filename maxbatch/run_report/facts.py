@@ -28,6 +28,7 @@ _CAUSES = {
   "compile": "compiling",
   "data_wait": "waiting for data",
   "save": "saving",
+  "copy": "copying to memory",
   "evaluation": "evaluation and texts",
   "repeated": "steps that were trained again",
   "restart": "between starts",
