@@ -8,17 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import config, mesh, model_config, uneven_rows
+from support import config, error, mesh, model_config, uneven_rows
 
 import maxbatch as mb
 from maxbatch.compile.traced_flops import model_flops_per_token, step_flops
 from maxbatch.config.keys.model import idle_parameters
 from maxbatch.config.load import load_config, without_effect
 from maxbatch.config.schema import attention_width
+from maxbatch.data.rows import Routes
 from maxbatch.errors import UserError
 from maxbatch.estimate.step_work import step_work
 from maxbatch.models.attention import AttentionContext
-from maxbatch.models.experts import BALANCE, TOKENS, Experts, Routed, route
+from maxbatch.models.experts import BALANCE, FLIPS, TOKENS, Experts, Routed, route
 from maxbatch.models.grouped import block_size, num_slots, slots_of
 from maxbatch.models.layers import Buffer, Outputs
 from maxbatch.models.lora import add_adapters, merged, scale
@@ -144,6 +145,53 @@ def test_scores_by_hand():
   routed = route(groups, x, kernel, {})
   assert routed.chosen.tolist() == [[5, 4]]
   np.testing.assert_allclose(routed.margin, [(6 + 7 - 8 - 1) / 27], rtol=1e-5)
+
+
+def test_replayed_routes_decide_where_tokens_go_and_nothing_else():
+  """A bias for the choice alone sends tokens elsewhere too: with what it chose, and without it, a layer is
+  the same in all that has a gradient."""
+  settings, graph, state = layer(**FORMS["DeepSeek's"])
+  x_BTD = jax.random.normal(jax.random.key(2), (B, T, D))
+  experts = nnx.merge(graph, state)
+  chosen_BTK = route(settings, x_BTD, experts.router.kernel[...], _bias_of(experts)).chosen
+
+  def outputs(state, routes=None, forgets_bias=False):
+    experts = nnx.merge(graph, state)
+    assert experts.router.bias is not None
+    if forgets_bias:
+      experts.router.bias.set_value(jnp.zeros(E))
+    return experts(x_BTD, AT._replace(routes=routes))
+
+  def loss(state, *arguments):
+    found = outputs(state, *arguments)
+    return jnp.square(found.hidden_BTD).sum(), found.stats
+
+  grad = jax.grad(loss, has_aux=True)
+  expected, counted = grad(state)
+  routes = Routes(chosen_BTK.astype(jnp.int16), is_replayed=True)
+  replayed, stats = grad(state, routes, True)
+  assert error(replayed, expected) < 1e-7
+  np.testing.assert_array_equal(stats[TOKENS].total, counted[TOKENS].total)
+  # By its own choice a layer without the bias differs, which is what is compared if nothing is replayed.
+  own = nnx.merge(graph, state)
+  own = route(settings, x_BTD, own.router.kernel[...], {}).chosen
+  flips = np.mean((np.sort(own) != np.sort(chosen_BTK)).any(-1))
+  assert 0 < flips < 1
+  for replays in (True, False):
+    seen = outputs(state, dataclasses.replace(routes, is_replayed=replays), True)
+    assert seen.stats
+    assert float(seen.stats[FLIPS].value()) == pytest.approx(flips)
+  np.testing.assert_array_equal(seen.hidden_BTD, outputs(state, None, True).hidden_BTD)
+  # A token whose experts nobody knows goes where the router sends it, and is no flip.
+  unknown = Routes(jnp.full_like(routes.experts, -1), is_replayed=True)
+  seen = outputs(state, unknown, True)
+  np.testing.assert_array_equal(seen.hidden_BTD, outputs(state, None, True).hidden_BTD)
+  assert seen.stats
+  assert float(seen.stats[FLIPS].value()) == 0
+
+
+def _bias_of(experts):
+  return {"router_bias": experts.router.bias[...]}
 
 
 def test_near_ties_are_those_that_the_format_s_rounding_may_flip():

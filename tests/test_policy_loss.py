@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from test_grpo import ALLOWED_V, B, T, completions_of
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.data.rows import Routes
+from maxbatch.models.experts import FLIPS
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.grpo import Objective, grpo_sums
 from maxbatch.rl.log_probs import token_log_probs
@@ -48,6 +51,14 @@ def cut_completions() -> Completions:
   return completions._replace(kept_BTW=np.asarray(bits).reshape(*kept_BTV.shape[:2], -1))
 
 
+def routed_completions() -> Completions:
+  """Completions whose tokens were sent to two of four experts at random."""
+  completions = cut_completions()
+  each = np.tile(np.arange(4, dtype=np.int16), (*completions.rows.targets.shape, 1, 1))
+  experts: Any = np.random.default_rng(8).permuted(each, axis=-1)[..., :2]
+  return completions._replace(rows=completions.rows._replace(routes=Routes(experts, True)))
+
+
 def config_of(micro: int, *keys: str) -> Config:
   counts = f"global_batch_to_train={B} gradient_accumulation_steps={B // micro}"
   return load_config(["config=base", *KEYS.split(), *counts.split(), *keys])
@@ -62,7 +73,8 @@ def step(
   layout = topology(config.mesh, num_devices)
   plan = plan_batches(config.batch, config.run, layout)
   trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=loss)
-  state, completions = initial_state(trainer, random_parameters(trainer.model)), cut_completions()
+  state = initial_state(trainer, random_parameters(trainer.model))
+  completions = routed_completions() if any(loss.routes_LK) else cut_completions()
   advantages_B = np.where(np.arange(B) < learned, completions.advantages_B, 0)
   completions = completions._replace(advantages_B=advantages_B.astype(np.float32))  # pyright: ignore
   cut = [
@@ -127,6 +139,26 @@ def test_experts_count_completions_from_which_nothing_is_learned():
     np.testing.assert_allclose(one, other, rtol=0, atol=0 if name == "bias" else 1e-6)
   for name, value in expected.metrics.items():
     np.testing.assert_allclose(found.metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_step_of_replayed_routes_does_not_depend_on_the_split_and_counts_what_they_say():
+  replayed = dataclasses.replace(LOSS, routes_LK=(1, 2), replays=True)
+  (whole, expected), (split, found) = (
+    (jax.device_get(state.parameters), jax.device_get(metrics))
+    for _, state, metrics in (
+      step(B, 1, *EXPERTS, loss=replayed),
+      step(4, 2, *EXPERTS, "ici_expert_parallelism=2", loss=replayed),
+    )
+  )
+  assert max(relative_errors(split, whole).values()) < 1e-6
+  for name, value in expected.metrics.items():
+    np.testing.assert_allclose(found.metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+  assert 0.5 < expected.metrics[FLIPS] < 1
+  rows = routed_completions().rows
+  assert rows.routes is not None
+  sent = np.asarray(rows.routes.experts)[np.asarray(rows.weights) > 0]
+  counted = np.bincount(sent.ravel(), minlength=4)
+  np.testing.assert_allclose(expected.metrics["moe/load/0"], counted / counted.mean(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

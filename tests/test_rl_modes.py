@@ -173,10 +173,12 @@ def test_step_and_sampler_are_compiled_as_a_run_has_them(
 
 
 @pytest.mark.usefixtures("begun")
-def test_a_divided_policy_takes_the_same_likeliest_tokens():
+@pytest.mark.parametrize("axis", ["tensor", "expert"])
+def test_a_divided_policy_takes_the_same_likeliest_tokens(axis):
+  mixture = ["num_experts=4", "base_moe_mlp_dim=8"] if axis == "expert" else []
   whole, divided = (
-    sampled(of("rollout_devices=4", *keys), greedy=True)
-    for keys in ([], ["rollout_tensor_parallelism=2"])
+    sampled(of("rollout_devices=4", *mixture, *keys), greedy=True)
+    for keys in ([], [f"rollout_{axis}_parallelism=2"])
   )
   assert np.array_equal(whole, divided)
 

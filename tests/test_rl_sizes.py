@@ -302,6 +302,10 @@ def test_devices_that_only_sample_leave_the_others_to_train():
       "the product of the axes, 8, must equal the 4 rollout devices",
     ),
     (
+      {"rollout_expert_parallelism": 4, "num_experts": 6},
+      "num_experts=6 must be a multiple of rollout_expert_parallelism=4; for example",
+    ),
+    (
       {"rollout_fsdp_parallelism": -1},
       "rollout_data_parallelism=-1, rollout_fsdp_parallelism=-1, rollout_tensor_parallelism=1: only one",
     ),

@@ -1,5 +1,6 @@
 """Sampling: the cache changes nothing, and a text is its prompt's, its key's and nobody else's."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -10,12 +11,14 @@ import pytest
 from support import mesh
 from tiny_model import GPT2_LIKE, VOCABULARY, loud_parameters, tiny_model
 
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import Routes, Rows
 from maxbatch.hardware.sharding import sharding
 from maxbatch.models.attention import AttentionContext
-from maxbatch.models.layers import hidden_of
+from maxbatch.models.experts import FLIPS
+from maxbatch.models.layers import hidden_of, outputs_of
 from maxbatch.models.registry import Model, Parameters, by_path
 from maxbatch.models.transformer import Block, Transformer
+from maxbatch.rl.completions import Rollout, make_completions
 from maxbatch.sampling import sampler as sampler_module
 from maxbatch.sampling.choice import (
   Choice,
@@ -110,6 +113,31 @@ def test_each_token_is_the_likeliest_after_those_before_it(keys):
     assert len(tokens) == len(text) + 14
 
 
+@pytest.mark.parametrize("family", ["mixture", "deepseek, unrolled"])
+def test_a_mixture_says_where_it_sent_each_token_as_a_whole_pass_sends_it(family):
+  model = tiny_model(*FAMILIES[family], length=LENGTH)
+  parameters, given = loud_parameters(model), prompts(TEXTS, more_padding=1)
+  P = given.tokens_BP.shape[1]
+  sampler = Sampler(model, GREEDY, LENGTH - P + 1, LENGTH, keeps_experts=True)
+  samples = jax.device_get(sample(sampler, parameters, given, LETTERS))
+  sampled = samples.tokens_BN, samples.lengths_B, samples.log_probs_BN
+  rollout = Rollout(given.tokens_BP, given.lengths_B, *sampled, experts_BSLK=samples.experts_BSLK)  # pyright: ignore
+  rows = make_completions(rollout, np.zeros(len(TEXTS)), 0, LENGTH).rows
+  assert rows.routes is not None
+  routes, dense = np.asarray(rows.routes.experts), model.config.first_num_dense_layers
+  sent_BT = np.arange(LENGTH)[None] < given.lengths_B[:, None] + samples.lengths_B[:, None] - 1
+  assert ((routes[:, :, dense:] >= 0) == sent_BT[..., None, None]).all()
+  assert (routes[:, :, :dense] == -1).all()
+
+  def flips(routes: np.ndarray) -> float:
+    outputs = model.bind(parameters)(rows._replace(routes=Routes(jnp.asarray(routes))), None)
+    return float(outputs_of(outputs)[2][FLIPS].value())  # pyright: ignore
+
+  assert flips(routes) == 0
+  assert flips(np.roll(routes, 1, axis=1)) > 0.1
+  assert dense or flips(np.roll(routes, 1, axis=2)) > 0.1
+
+
 # --- nobody else's ----------------------------------------------------------------------------------
 
 MODEL = tiny_model(*MIXED, *FAMILIES["mixture"], length=LENGTH)
@@ -152,12 +180,18 @@ def test_nor_on_devices_or_on_how_often_it_is_looked_at(sizes):
     lambda path, leaf: jax.device_put(leaf, sharding(axes[path], leaf.shape, devices)),
     loud_parameters(MODEL),
   )
-  several = Sampler(MODEL, WARM, 10, LENGTH, devices)
+  several = Sampler(MODEL, WARM, 10, LENGTH, devices, keeps_experts=True)
   seen = list(stream(several, divided, prompts(TEXTS[:3]), LETTERS, chunk=4))
   assert [written(seen[-1], row) for row in range(3)] == together()[:3]
   # The longest text fills its row with its ninth token, where the cache ends.
   assert [int(samples.lengths_B[0]) for samples in seen] == [4, 8, 9, 10]
   assert [written(seen[0], row) for row in range(3)] == [text[:4] for text in together()[:3]]
+  alone = dataclasses.replace(several, mesh=None)
+  first = next(stream(alone, loud_parameters(MODEL), prompts(TEXTS[:3]), LETTERS, chunk=4))
+  both = np.asarray(seen[0].experts_BSLK), np.asarray(first.experts_BSLK)
+  for routes, others, text in zip(*both, TEXTS[:3], strict=True):
+    own = slice(max(map(len, TEXTS[:3])) - len(text), None)
+    np.testing.assert_array_equal(routes[own], others[own])
 
 
 def test_a_key_is_the_seed_s_the_prompt_s_and_the_number_s():

@@ -94,6 +94,10 @@ WAYS = {
   ],
   "lagging": ["rollout_staleness=2", "num_iterations=2", "steps=6"],
 }
+WAYS["experts"] = [
+  *["num_experts=4", "base_moe_mlp_dim=8", "routed_bias=true", "base_num_decoder_layers=2"],
+  *["rollout_routing_replay=true", "rollout_staleness=1", "num_iterations=2", "steps=4"],
+]
 WAYS["apart"] = [*WAYS["all"], "rollout_devices=4"]
 
 
@@ -151,7 +155,9 @@ def test_ctrl_c_in_the_middle_of_a_rollout_and_going_on_ends_with_the_same_bits(
   assert figures(tmp_path) == expected
 
 
-@pytest.mark.parametrize(("way", "stops"), [("all", [3]), ("lagging", [2, 5]), ("apart", [3])])
+@pytest.mark.parametrize(
+  ("way", "stops"), [("all", [3]), ("lagging", [2, 5]), ("apart", [3]), ("experts", [2])]
+)
 def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(
   whole, prompts, tmp_path, way, stops, monkeypatch
 ):
@@ -284,8 +290,8 @@ def test_sampling_is_dispatched_and_not_awaited(monkeypatch):
   write = sampling_programs._write
 
   def unread(*arguments: Any) -> Any:
-    state, cache = write(*arguments)
-    return state._replace(ended_B=Unread()), cache
+    state, *others = write(*arguments)
+    return state._replace(ended_B=Unread()), *others
 
   monkeypatch.setattr(sampling_programs, "_write", unread)
   prompts = [Prompt("f1=", {})] * 2
@@ -408,6 +414,17 @@ def test_tokens_chosen_from_some_have_the_same_probabilities_in_training(tmp_pat
   assert first["rl/entropy"] <= np.log(20)
 
 
+def test_where_sampling_sent_tokens_is_compared_with_training_and_replayed(whole):
+  _, (_, first, second, *_) = whole("experts")
+  assert first["moe/routing_flips"] == 0
+  # The second step on a batch has another policy: it would send tokens elsewhere, and does not.
+  assert second["moe/routing_flips"] > 0
+  loads = [name for name in first if name.startswith("moe/load/")]
+  assert len(loads) == 8
+  assert [first[name] for name in loads] == [second[name] for name in loads]
+  assert first[LARGEST_GAP] < 1e-5
+
+
 def test_records_have_what_a_rollout_counts(whole):
   _, (before, *steps) = whole("plain")
   assert before == {"step": 0, "samples": 0, "tokens": 0}
@@ -445,6 +462,9 @@ def test_one_token_that_rounding_sends_to_another_expert_stops_no_run():
   check_gap(mixture, 0, flipped)
   with pytest.raises(UserError, match=r"differs by 0\.5 between sampling and training, where"):
     check_gap(dense, 0, flipped)
+  replayed = load_config([*KEYS, "num_experts=4", "rollout_routing_replay=true"])
+  with pytest.raises(UserError, match=r"differs by 0\.5 between sampling and training, where"):
+    check_gap(replayed, 0, flipped)
   with pytest.raises(UserError, match=r"differs by 0\.1 on average between"):
     check_gap(mixture, 0, {**flipped, "rl/log_prob_gap": 0.1})
 

@@ -97,13 +97,13 @@ def rollout_topology(config: RLConfig) -> Topology | None:
   """
   if not config.rollout_devices:
     return None
-  given = {
-    "rollout_data_parallelism": config.rollout_data_parallelism,
-    "rollout_fsdp_parallelism": config.rollout_fsdp_parallelism,
-    "rollout_tensor_parallelism": config.rollout_tensor_parallelism,
-  }
+  axes = {"data": config.rollout_data_parallelism, "fsdp": config.rollout_fsdp_parallelism}
+  if config.rollout_expert_parallelism != 1:
+    axes["expert"] = config.rollout_expert_parallelism
+  axes["tensor"] = config.rollout_tensor_parallelism
+  given = {f"rollout_{axis}_parallelism": size for axis, size in axes.items()}
   sizes = fill(given, config.rollout_devices, "rollout devices")
-  return Topology.of(**dict(zip(("data", "fsdp", "tensor"), sizes.values(), strict=True)))
+  return Topology.of(**dict(zip(axes, sizes.values(), strict=True)))
 
 
 _DEFAULT_MAX_GROWTH = 16

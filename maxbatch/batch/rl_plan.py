@@ -5,6 +5,7 @@ sample: what trains on the completions reads its sizes from the BatchPlan in her
 """
 
 import dataclasses
+import math
 from fractions import Fraction
 
 from maxbatch.batch.from_config import plan_batches, rollout_topology
@@ -283,6 +284,7 @@ def plan_rl(config: Config, training: Topology) -> RLPlan:
   """
   batch, rl = config.batch, config.rl
   topology = RLTopology(training, rl.num_generations, rollout_topology(rl))
+  _check_experts(config.model.num_experts, topology.rollout)
   _check_constant(batch)
   given = given_completions(batch, topology)
   sizes = solve_rl(given, topology)
@@ -324,6 +326,14 @@ def _check_constant(batch: BatchConfig) -> None:
     raise UserError(
       f"{' and '.join(given)}: the batch of reinforcement learning is the same in every step; for "
       f"example {off}"
+    )
+
+
+def _check_experts(experts: int, rollout: Topology | None) -> None:
+  if rollout and experts % (ways := rollout.shape.get("expert", 1)):
+    raise UserError(
+      f"num_experts={experts} must be a multiple of rollout_expert_parallelism={ways}; for example "
+      f"rollout_expert_parallelism={math.gcd(experts, ways)} rollout_data_parallelism=-1"
     )
 
 

@@ -30,6 +30,17 @@ from maxbatch.batch.row_plan import row_of_step
 from maxbatch.errors import RowsError
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routes:
+  """The experts that tokens were sent to when they were sampled."""
+
+  experts: jax.Array
+  """int16[..., B, T, L, K], of every layer of the model, or [B, T, K] of one; −1 where none is known."""
+  is_replayed: bool = dataclasses.field(default=False, metadata={"static": True})
+  """Whether the tokens are sent to them again; else the router's choices are only compared."""
+
+
 class Rows(NamedTuple):
   """Samples as arrays."""
 
@@ -49,6 +60,8 @@ class Rows(NamedTuple):
   checksums: jax.Array | None = None
   """uint32[..., B]: of each row as it was read, for its sample; None: the rows were checked on the
   host that has read them, or no loader made them."""
+  routes: Routes | None = None
+  """None: they were not sampled, or not from a mixture of experts."""
 
 
 Numbers = TypeVar("Numbers", np.ndarray, jax.Array)

@@ -122,10 +122,10 @@ def divisible_heads(x_BSKH: jax.Array, num_query_heads: int, ways: int) -> jax.A
 
 
 def by_device(
-  function: Callable[..., tuple[jax.Array, Any]],
+  function: Callable[..., tuple[jax.Array, Any, Any]],
   parameters: Mapping[str, tuple[jax.Array, LogicalAxes]],
   *rows: jax.Array,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Any, Any]:
   """Runs `function(parameters, *rows)` on each device for its own rows, tokens of them, experts, and part
   of a layer's width.
 
@@ -134,9 +134,9 @@ def by_device(
 
   Args:
     function: from parameters by name and one device's rows to an array (B, T, …), which is summed over
-      the devices that share the width, and a pytree of arrays (B, …), sums over the rows' tokens that are
-      the same on these. It has a part of the experts where it has fewer than there are; `ring_gathered`
-      and `ring_summed` are for these.
+      the devices that share the width, and two pytrees that are the same on these: of arrays (B, …), sums
+      over the rows' tokens, and of arrays (B, T, …). It has a part of the experts where it has fewer than
+      there are; `ring_gathered` and `ring_summed` are for these.
     parameters: with their logical axes, of which `mlp` is the width, and a leading `expert` that of
       arrays whose experts are divided.
     rows: arrays (B, T, …).
@@ -172,28 +172,28 @@ def by_device(
     divided = {name for names in places[name] for name in _names(names)}
     return x.astype(jnp.float32) if used - {"data"} - divided else x
 
-  def local(parts: dict[str, jax.Array], *rows: jax.Array) -> tuple[jax.Array, Any]:
+  def local(parts: dict[str, jax.Array], *rows: jax.Array) -> tuple[jax.Array, Any, Any]:
     whole = {
       name: _gathered_along(part, _whole_experts(places[name], parameters[name][1]))
       for name, part in parts.items()
     }
     given = {name: x.astype(dtypes[name]) for name, x in whole.items()}
-    part, others = function(given, *(x[0] for x in rows))
-    return part[None], jax.tree.map(lambda x: x[:, None], others)
+    part, sums, of_tokens = function(given, *(x[0] for x in rows))
+    return part[None], jax.tree.map(lambda x: x[:, None], sums), of_tokens
 
   batch = tuple(name for name in BATCH_AXES if name in used) or None
   tokens = PartitionSpec(batch, "context" if "context" in used else None)
   by_share = PartitionSpec("tensor" if shares > 1 else None, *tokens)
   # A copy for each share: so their gradients are summed out here, in whatever format they are.
   copies = [jnp.broadcast_to(x[None], (shares, *x.shape)) for x in rows]
-  parts_, others = jax.shard_map(
+  parts_, sums, of_tokens = jax.shard_map(
     local,
     in_specs=(places, *(by_share for _ in rows)),
-    out_specs=(by_share, tokens),
+    out_specs=(by_share, tokens, tokens),
     axis_names=used,
     check_vma=False,
   )({name: sent(name) for name in parameters}, *copies)
-  return parts_.sum(0), jax.tree.map(lambda x: x.sum(1, dtype=x.dtype), others)
+  return parts_.sum(0), jax.tree.map(lambda x: x.sum(1, dtype=x.dtype), sums), of_tokens
 
 
 def _whole_experts(place: PartitionSpec, axes: LogicalAxes) -> PartitionSpec:

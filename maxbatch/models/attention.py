@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig, is_latent, query_dim, rotated_dim
+from maxbatch.data.rows import Routes
 from maxbatch.hardware.shard_maps import over_queries
 from maxbatch.hardware.sharding import auto_axis_sizes, constrain
 from maxbatch.hugging_face.model_keys import layer_types
@@ -102,6 +103,8 @@ class AttentionContext(NamedTuple):
   """While a text is written, what a layer keeps for the tokens to come."""
   counts_BT: jax.Array | None = None
   """bool: tokens that count in what experts are sent; None: all."""
+  routes: Routes | None = None
+  """Of this layer."""
   layer: jax.Array | int = 0
   """The number of the layer in the model."""
 
@@ -117,11 +120,17 @@ class LayerContexts:
   """bool[L]: which layers are of sliding attention."""
   counts_BT: jax.Array | None = None
   """That of all layers."""
+  routes: Routes | None = None
+  """Those of all layers."""
 
   def of(self, layer: jax.Array | int) -> AttentionContext:
     """Returns the context of layer `layer` of the model; its number may be data, as in a scan or a
     pipeline."""
-    return self._of_kind(layer)._replace(counts_BT=self.counts_BT, layer=layer)
+    routes = self.routes
+    if routes is not None:
+      experts_BTK = jax.lax.dynamic_index_in_dim(routes.experts, layer, 2, keepdims=False)
+      routes = dataclasses.replace(routes, experts=experts_BTK)
+    return self._of_kind(layer)._replace(counts_BT=self.counts_BT, routes=routes, layer=layer)
 
   def _of_kind(self, layer: jax.Array | int) -> AttentionContext:
     if self.sliding is self.full:

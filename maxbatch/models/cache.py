@@ -135,10 +135,12 @@ _AXES = ("batch", "kv_heads", "length", "head_dim")
 
 
 class KeysValues(NamedTuple):
-  """What tokens to come see of those before."""
+  """What tokens to come see of those before; of a mixture of experts also where these were sent."""
 
   keys_BKSH: jax.Array
   values_BKSH: jax.Array
+  experts_BSK: jax.Array | None = None
+  """int16, K experts of a token; −1 where none is kept yet, or a layer has none."""
 
 
 Cache = KeysValues | tuple[KeysValues, ...]
@@ -161,8 +163,14 @@ def empty_cache(
   shape = (rows, config.base_num_kv_heads, places)
 
   def zeros(*lead: int) -> KeysValues:
-    axes = (*(None for _ in lead), *_AXES)
-    return KeysValues(*(constrain(jnp.zeros((*lead, *shape, dim), dtype), axes) for dim in dims))
+    none = (None,) * len(lead)
+    keys, values = (
+      constrain(jnp.zeros((*lead, *shape, dim), dtype), (*none, *_AXES)) for dim in dims
+    )
+    if config.num_experts == 1:
+      return KeysValues(keys, values)
+    experts = jnp.full((*lead, rows, places, config.num_experts_per_tok), -1, jnp.int16)
+    return KeysValues(keys, values, constrain(experts, (*none, "batch", None, None)))
 
   return zeros(num_layers) if config.scan_layers else tuple(zeros() for _ in range(num_layers))
 
@@ -171,7 +179,7 @@ class LayerCache:
   """One layer's part of a cache during one pass.
 
   Attention `put`s the keys and values of the tokens it is given, and they are in `kept` afterwards:
-  so they need not be handed through whatever else a block is made of.
+  so they need not be handed through whatever else a block is made of. So does a mixture its choices.
   """
 
   def __init__(
@@ -184,14 +192,23 @@ class LayerCache:
 
   def put(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> None:
     """Keeps the keys and values of the pass's tokens."""
-    keys, values = self.kept
-    self.kept = KeysValues(self._written(keys, k_BTKH), self._written(values, v_BTKH))
+    keys, values, at = self.kept.keys_BKSH, self.kept.values_BKSH, (0, 0, self.place, 0)
+    self.kept = self.kept._replace(
+      keys_BKSH=self._written(keys, k_BTKH.swapaxes(1, 2), at),
+      values_BKSH=self._written(values, v_BTKH.swapaxes(1, 2), at),
+    )
 
-  def _written(self, kept: jax.Array, x_BTKH: jax.Array) -> jax.Array:
-    x_BKTH, at = x_BTKH.swapaxes(1, 2).astype(kept.dtype), (0, 0, self.place, 0)
+  def put_experts(self, chosen_BTK: jax.Array) -> None:
+    """Keeps the experts of the pass's tokens."""
+    assert self.kept.experts_BSK is not None
+    experts_BSK = self._written(self.kept.experts_BSK, chosen_BTK, (0, self.place, 0))
+    self.kept = self.kept._replace(experts_BSK=experts_BSK)
+
+  def _written(self, kept: jax.Array, new: jax.Array, at: tuple[jax.Array | int, ...]) -> jax.Array:
+    new = new.astype(kept.dtype)
     if self._layer is None:
-      return jax.lax.dynamic_update_slice(kept, x_BKTH, at)
-    return jax.lax.dynamic_update_slice(kept, x_BKTH[None], (self._layer, *at))
+      return jax.lax.dynamic_update_slice(kept, new, at)
+    return jax.lax.dynamic_update_slice(kept, new[None], (self._layer, *at))
 
   def attention(
     self,
@@ -204,7 +221,7 @@ class LayerCache:
     """Attends, as `dot_product_attention`, from the token that was put last to all from its first
     to itself."""
     B, _, N, H = q_B1NH.shape
-    keys_BKSH, values_BKSH = self._own()
+    keys_BKSH, values_BKSH = self._own(self.kept.keys_BKSH), self._own(self.kept.values_BKSH)
     K, S = keys_BKSH.shape[1:3]
     q_BKGH = policy.rounded(q_B1NH / math.sqrt(H)).reshape(B, K, N // K, H)
     logits_BKGS = jnp.matmul(q_BKGH, keys_BKSH.mT, preferred_element_type=jnp.float32)
@@ -222,8 +239,14 @@ class LayerCache:
     out_BKGH = mixed_BKGH / sum_BKG1
     return policy.rounded(out_BKGH).reshape(B, 1, N, -1)
 
-  def _own(self) -> KeysValues:
+  def _own(self, kept: jax.Array) -> jax.Array:
     if self._layer is None:
-      return self.kept
-    at = self._layer
-    return KeysValues(*(jax.lax.dynamic_index_in_dim(x, at, keepdims=False) for x in self.kept))
+      return kept
+    return jax.lax.dynamic_index_in_dim(kept, self._layer, keepdims=False)
+
+
+def experts_of(cache: Cache) -> jax.Array:
+  """Returns the experts that tokens in a mixture's cache were sent to: int16[B, S, L, K]."""
+  layers = [cache] if isinstance(cache, KeysValues) else cache
+  kept = [layer.experts_BSK for layer in layers if layer.experts_BSK is not None]
+  return jnp.moveaxis(kept[0], 0, 2) if isinstance(cache, KeysValues) else jnp.stack(kept, 2)

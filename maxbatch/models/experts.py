@@ -9,6 +9,7 @@ width of an expert, S slots of models/grouped.py, L layers.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from flax import nnx
 from maxbatch.config.keys.model import expert_width
 from maxbatch.config.schema import ModelConfig
 from maxbatch.core.terms import Ratio, Stat, Sum, Terms, safe_ratio
-from maxbatch.errors import UserError
+from maxbatch.data.rows import Routes
 from maxbatch.hardware.shard_maps import by_device, ring_gathered, ring_summed
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models.attention import AttentionContext
@@ -51,8 +52,9 @@ TOKENS = "moe/expert_tokens"
 """The statistic int32[L, E]: a step's tokens of each expert of each layer that has experts."""
 LOAD = ("layers", "mlp", "router", "load")
 """The path of the routers' loads; the other buffers, float32[L, E] too, are their biases."""
-BALANCE, Z_LOSS, ENTROPY, NEAR_TIES = (
+BALANCE, Z_LOSS, ENTROPY, NEAR_TIES, FLIPS = (
   *("moe/balance_loss", "moe/router_z_loss", "moe/router_entropy", "moe/near_ties"),
+  "moe/routing_flips",
 )
 _NEAR = 16
 """Scores that differ by so many times the computation's rounding may change places when it is done in
@@ -72,6 +74,8 @@ class Routed(NamedTuple):
   """float32[…]: logarithm of the sum of the logits' exponentials."""
   margin: jax.Array
   """float32[…]: by how much the last one chosen, or the last group, is ahead of the next."""
+  is_flipped: jax.Array | None = None
+  """bool[…]: whether the router chooses other experts than the routes that are known; None: none are."""
 
 
 class Matrix(nnx.Module):
@@ -154,7 +158,13 @@ class Experts(nnx.Module):
     counts_BT = at.counts_BT
     if counts_BT is None:
       counts_BT = jnp.ones(x_BTD.shape[:2], bool)
-    y_BTD, of_rows = by_device(self._of_rows, self._parameters(), x_BTD, counts_BT)
+    rows, routes = (x_BTD, counts_BT), at.routes
+    if routes is not None:
+      rows = (*rows, routes.experts)
+    of_rows = functools.partial(self._of_rows, replays=routes is not None and routes.is_replayed)
+    y_BTD, of_rows, chosen_BTK = by_device(of_rows, self._parameters(), *rows)
+    if at.cache is not None:
+      at.cache.put_experts(chosen_BTK)
     if self.shared is not None:
       y_BTD = y_BTD + self.shared(x_BTD)
     return Outputs(y_BTD, *self._sums(of_rows, counts_BT, at.layer))
@@ -176,12 +186,19 @@ class Experts(nnx.Module):
     return given
 
   def _of_rows(
-    self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, counts_BT: jax.Array
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns what experts make of some rows, by the part of their width that is given, and sums over
-    the tokens of each row."""
+    self,
+    parameters: Mapping[str, jax.Array],
+    x_BTD: jax.Array,
+    counts_BT: jax.Array,
+    known_BTK: jax.Array | None = None,
+    *,
+    replays: bool,
+  ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+    """Returns what experts make of some rows, by the part of their width that is given, sums over the
+    tokens of each row, and the experts."""
     B, T, D = x_BTD.shape
-    routed = route(self.config, x_BTD, parameters["router"], parameters)
+    routes = None if known_BTK is None else Routes(known_BTK, replays)
+    routed = route(self.config, x_BTD, parameters["router"], parameters, routes)
     tokens = x_BTD.reshape(B * T, D), *(x.reshape(B * T, -1) for x in routed[:2])
     is_ring = parameters["up"].shape[0] < self.config.num_experts
     if is_ring:
@@ -190,7 +207,8 @@ class Experts(nnx.Module):
       y_TD = ring_summed(self.of_tokens(parameters, x_TD, chosen_TK, weight_TK))
     else:
       y_TD = self.of_tokens(parameters, *tokens)
-    return self.policy.cast(y_TD.reshape(B, T, D)), self._row_sums(routed, counts_BT)
+    y_BTD = self.policy.cast(y_TD.reshape(B, T, D))
+    return y_BTD, self._row_sums(routed, counts_BT), routed.chosen.astype(jnp.int16)
 
   def of_tokens(
     self,
@@ -238,7 +256,9 @@ class Experts(nnx.Module):
     share_BTE = routed.share
     log_BTE = jnp.log(jnp.where(share_BTE > 0, share_BTE, 1))
     near = _NEAR * 2.0**-self.policy.compute.mantissa_bits
-    return {
+    flips = routed.is_flipped
+    flipped = {} if flips is None else {"flips": (flips & counts_BT).sum(1, dtype=jnp.int32)}
+    return flipped | {
       "tokens": sent_BTKE.sum((1, 2), dtype=jnp.int32),
       "share": (weight_BT[..., None] * share_BTE).sum(1),
       "entropy": -(weight_BT[..., None] * share_BTE * log_BTE).sum((1, 2)),
@@ -261,6 +281,8 @@ class Experts(nnx.Module):
       ENTROPY: Ratio(of_rows["entropy"].sum(), tokens),
       NEAR_TIES: Sum(of_rows["near"].sum()),
     }
+    if "flips" in of_rows:
+      stats[FLIPS] = Ratio(of_rows["flips"].sum().astype(jnp.float32), tokens)
     if self.router.load is None:
       summed, over = self._row_balance(of_rows, tokens_B), rows
     else:
@@ -307,12 +329,22 @@ def _logits(x: jax.Array, kernel_DE: jax.Array, others: Mapping[str, jax.Array])
 
 
 def route(
-  config: ModelConfig, x: jax.Array, kernel_DE: jax.Array, others: Mapping[str, jax.Array]
+  config: ModelConfig,
+  x: jax.Array,
+  kernel_DE: jax.Array,
+  others: Mapping[str, jax.Array],
+  routes: Routes | None = None,
 ) -> Routed:
   """Chooses experts for tokens (…, D) and weights them; all in float32.
 
-  `others` has by name what the router may have beside its matrix: `router_bias`, for the choice alone,
-  `router_logit_bias`, and an adapter.
+  Args:
+    config: how many, and by which scores.
+    x: the tokens.
+    kernel_DE: the router's matrix.
+    others: by name what the router may have beside it: `router_bias`, for the choice alone,
+      `router_logit_bias`, and an adapter.
+    routes: the experts that tokens were sent to before. If these are replayed only the choice is:
+      weights, and all that has a gradient, are by the scores of now (Ma et al. 2025).
   """
   K = config.num_experts_per_tok
   logits, bias_E = _logits(x, kernel_DE, others), others.get("router_bias")
@@ -328,11 +360,17 @@ def route(
   if groups > 0:
     ranked, of_groups = _in_best_groups(ranked, groups, kept)
   margin, chosen = _best(ranked, K)
+  is_flipped = None
+  if routes is not None:
+    own, known = chosen, routes.experts.astype(chosen.dtype)
+    is_own = (known[..., None] == own[..., None, :]).any(-1)
+    is_flipped = ((known >= 0) & ~is_own).any(-1)
+    chosen = jnp.where(known >= 0, known, own) if routes.is_replayed else own
   weight = jnp.take_along_axis(scores, chosen, -1)
   if config.norm_topk_prob:
     weight = weight / (weight.sum(-1, keepdims=True) + 1e-20)
   weight = weight * config.routed_scaling_factor
-  return Routed(chosen, weight, share, log_z, jnp.minimum(margin, of_groups))
+  return Routed(chosen, weight, share, log_z, jnp.minimum(margin, of_groups), is_flipped)
 
 
 def _best(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -355,46 +393,3 @@ def _in_best_groups(ranked: jax.Array, groups: int, kept: int) -> tuple[jax.Arra
 def has_load(config: ModelConfig) -> bool:
   """Returns whether a balance loss needs the load of a whole step."""
   return config.load_balance_loss_weight > 0 and config.load_balance_loss_type != "sequence"
-
-
-def validate_experts(config: ModelConfig) -> None:
-  """Checks the keys of a mixture.
-
-  Raises:
-    UserError: naming the keys, their values and values that work.
-  """
-  E, K, G = config.num_experts, config.num_experts_per_tok, config.n_routing_groups
-  if E == 1:
-    return
-  if K == 1 and config.norm_topk_prob:
-    raise UserError(
-      "num_experts_per_tok=1 with norm_topk_prob=true: the weight of a token's only expert is always 1, "
-      "and the router learns nothing from the loss; for example norm_topk_prob=false, or "
-      "num_experts_per_tok=2"
-    )
-  L, dense = config.base_num_decoder_layers, config.first_num_dense_layers
-  if dense >= L:
-    raise UserError(
-      f"first_num_dense_layers={dense} must be less than base_num_decoder_layers={L}, so that a layer has "
-      f"experts; for example first_num_dense_layers={L - 1}"
-    )
-  if G > 0:
-    _validate_groups(E, K, G, config.topk_routing_group)
-
-
-def _validate_groups(E: int, K: int, G: int, kept: int) -> None:
-  if E % G or E == G:
-    working = max((g for g in range(2, E // 2 + 1) if E % g == 0), default=-1)
-    raise UserError(
-      f"num_experts={E} must be a multiple of n_routing_groups={G}, and groups have two experts at least; "
-      f"for example n_routing_groups={working}"
-    )
-  if kept > G:
-    raise UserError(
-      f"topk_routing_group={kept} must be at most n_routing_groups={G}; for example topk_routing_group={G}"
-    )
-  if kept * (E // G) < K:
-    raise UserError(
-      f"num_experts_per_tok={K} must be at most the {kept * (E // G)} experts of topk_routing_group={kept} "
-      f"of n_routing_groups={G} groups; for example topk_routing_group={-(-K * G // E)}"
-    )

@@ -24,7 +24,7 @@ from maxbatch.models.attention import (
   next_token_contexts,
 )
 from maxbatch.models.cache import Cache, Decode, empty_cache
-from maxbatch.models.experts import Experts, validate_experts
+from maxbatch.models.experts import Experts
 from maxbatch.models.layers import (
   FeedForward,
   Norm,
@@ -156,7 +156,7 @@ class Transformer(nnx.Module):
   ) -> jax.Array | Outputs:
     """Applies the layers bound here, of which the first is layer `first` of the model."""
     at = attention_contexts(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
-    at = dataclasses.replace(at, counts_BT=rows.weights != 0)
+    at = dataclasses.replace(at, counts_BT=rows.weights != 0, routes=rows.routes)
     if self.dense_layers is not None:
       x_BTD = hidden_of(apply_layers(self.dense_layers, self.config, x_BTD, at, keys_B, 0))
       first = self.config.first_num_dense_layers
@@ -268,7 +268,7 @@ def validate(config: ModelConfig, max_target_length: int) -> None:
       "use_qk_norm=true: attention_type=mla normalizes the latent vectors instead; set use_qk_norm=false"
     )
   _validate_positions(config, max_target_length)
-  validate_experts(config)
+  _validate_experts(config)
   validate_remat(config)
 
 
@@ -289,4 +289,47 @@ def _validate_positions(config: ModelConfig, max_target_length: int) -> None:
     raise UserError(
       f"rope_high_freq_factor={config.rope_high_freq_factor:g} must be more than "
       f"rope_low_freq_factor={low:g}; for example rope_high_freq_factor={4 * low or 1:g}"
+    )
+
+
+def _validate_experts(config: ModelConfig) -> None:
+  """Checks the keys of a mixture.
+
+  Raises:
+    UserError: naming the keys, their values and values that work.
+  """
+  E, K, G = config.num_experts, config.num_experts_per_tok, config.n_routing_groups
+  if E == 1:
+    return
+  if K == 1 and config.norm_topk_prob:
+    raise UserError(
+      "num_experts_per_tok=1 with norm_topk_prob=true: the weight of a token's only expert is always 1, "
+      "and the router learns nothing from the loss; for example norm_topk_prob=false, or "
+      "num_experts_per_tok=2"
+    )
+  L, dense = config.base_num_decoder_layers, config.first_num_dense_layers
+  if dense >= L:
+    raise UserError(
+      f"first_num_dense_layers={dense} must be less than base_num_decoder_layers={L}, so that a layer has "
+      f"experts; for example first_num_dense_layers={L - 1}"
+    )
+  if G > 0:
+    _validate_groups(E, K, G, config.topk_routing_group)
+
+
+def _validate_groups(E: int, K: int, G: int, kept: int) -> None:
+  if E % G or E == G:
+    working = max((g for g in range(2, E // 2 + 1) if E % g == 0), default=-1)
+    raise UserError(
+      f"num_experts={E} must be a multiple of n_routing_groups={G}, and groups have two experts at least; "
+      f"for example n_routing_groups={working}"
+    )
+  if kept > G:
+    raise UserError(
+      f"topk_routing_group={kept} must be at most n_routing_groups={G}; for example topk_routing_group={G}"
+    )
+  if kept * (E // G) < K:
+    raise UserError(
+      f"num_experts_per_tok={K} must be at most the {kept * (E // G)} experts of topk_routing_group={kept} "
+      f"of n_routing_groups={G} groups; for example topk_routing_group={-(-K * G // E)}"
     )

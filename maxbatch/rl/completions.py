@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import Routes, Rows
 
 
 class Rollout(NamedTuple):
@@ -25,6 +25,8 @@ class Rollout(NamedTuple):
   """float32: of those tokens, by the policy that sampled them."""
   kept_BNW: np.ndarray | None = None
   """uint32: bits of the tokens from which each was chosen; None: all that are allowed."""
+  experts_BSLK: np.ndarray | None = None
+  """int16: of a mixture, the experts that each of S = P + N tokens was sent to in each layer."""
 
 
 class Completions(NamedTuple):
@@ -45,7 +47,12 @@ class Completions(NamedTuple):
 
 
 def make_completions(
-  rollout: Rollout, advantages_B: np.ndarray, first_completion: int, length: int
+  rollout: Rollout,
+  advantages_B: np.ndarray,
+  first_completion: int,
+  length: int,
+  *,
+  replays: bool = False,
 ) -> Completions:
   """Makes rows of a rollout: the prompt, its completion, and padding that no token sees.
 
@@ -56,6 +63,7 @@ def make_completions(
     advantages_B: of each completion.
     first_completion: index of the first completion in the run's stream of completions.
     length: T.
+    replays: whether training sends tokens to the experts that sampling sent them to.
   """
   prompt_B1, own_B1 = rollout.prompt_lengths_B[:, None], rollout.lengths_B[:, None]
   B, P = rollout.prompts_BP.shape
@@ -82,6 +90,13 @@ def make_completions(
   if rollout.kept_BNW is not None:
     places_BT1 = np.clip(number_BS[:, 1:, None], 0, rollout.kept_BNW.shape[1] - 1)
     known["kept_BTW"] = np.take_along_axis(rollout.kept_BNW, places_BT1, 1)
+  if rollout.experts_BSLK is not None:
+    # What has a token after it was sent somewhere; the last token, and padding, was not.
+    was_sent_BT = place_1S[:, 1:] < prompt_B1 + own_B1
+    places_BT = np.where(was_sent_BT, place_1S[:, :-1] + P - prompt_B1, 0)
+    experts_BTLK = np.take_along_axis(rollout.experts_BSLK, places_BT[..., None, None], 1)
+    experts: Any = np.where(was_sent_BT[..., None, None], experts_BTLK, np.int16(-1))
+    fields["routes"] = Routes(experts, replays)
   return Completions(Rows(**fields), **known)
 
 

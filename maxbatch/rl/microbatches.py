@@ -102,7 +102,11 @@ class MicrobatchMaker:
     advantages_B = group_advantages(scores.rewards_N, size, scale=scale)
     length = plan.batch_plan.max_target_length
     completions = make_completions(
-      sampled.rollout, advantages_B, unrewarded.first_completion, length
+      sampled.rollout,
+      advantages_B,
+      unrewarded.first_completion,
+      length,
+      replays=self.config.rollout_routing_replay,
     )
     counts = Counts(
       rewards_B=scores.rewards_N,

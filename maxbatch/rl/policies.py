@@ -198,11 +198,17 @@ class EarlierPolicies:
       first = self.policies.of(self.plan.first_step(batch))
       completions = completions._replace(proximal_BT=self._of(first, completions))
     if self.loss.objective.beta:
-      completions = completions._replace(reference_BT=self._of(self.policies.of(0), completions))
+      # By its own choice of experts: it is another model, and not the one that sampled.
+      rows = completions.rows._replace(routes=None)
+      reference_BT = self._of(self.policies.of(0), completions._replace(rows=rows))
+      completions = completions._replace(reference_BT=reference_BT)
     return completions
 
   def _of(self, params: Parameters, completions: Completions) -> jax.Array:
-    result = self.log_probs(params, completions.rows, completions.kept_BTW)
+    rows = completions.rows
+    if rows.routes is not None and not rows.routes.is_replayed:
+      rows = rows._replace(routes=None)
+    result = self.log_probs(params, rows, completions.kept_BTW)
     return jax.device_put(result, completions.behaviour_BT.sharding)
 
 

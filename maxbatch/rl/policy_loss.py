@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from maxbatch.core.terms import Max, Ratio, Stat, Stats, Terms
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import Routes, Rows
 from maxbatch.errors import UserError
+from maxbatch.models.experts import FLIPS
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.precision.loss_scale import scaled_gradient
 from maxbatch.rl.completions import Completions
@@ -43,6 +44,10 @@ class PolicyLoss:
   """Words of a target's bits where it was chosen from some of the allowed tokens; 0: from all."""
   halves: bool = False
   """Whether a microbatch is fed as two halves, which have half of the completions of every prompt."""
+  routes_LK: tuple[int, int] = (0, 0)
+  """Layers of a mixture and experts of a token, where completions have those that sampling chose."""
+  replays: bool = False
+  """Whether tokens are sent to these."""
 
   def batch_shapes(self, rows: Rows) -> Completions:
     """Returns the shapes of the completions that a step is fed."""
@@ -52,6 +57,9 @@ class PolicyLoss:
     advantages = jax.ShapeDtypeStruct(per_row.shape, np.float32)
     log_probs = jax.ShapeDtypeStruct(per_token.shape, np.float32)
     own = Rows(rows.inputs, rows.targets, rows.weights, rows.sample_ids)
+    if any(self.routes_LK):
+      experts: Any = jax.ShapeDtypeStruct((*per_token.shape, *self.routes_LK), np.int16)
+      own = own._replace(routes=Routes(experts, self.replays))
     arrays: dict[str, Any] = {"advantages_B": advantages, "behaviour_BT": log_probs}
     if self.has_proximal:
       arrays["proximal_BT"] = log_probs
@@ -82,7 +90,8 @@ class PolicyLoss:
         f"metrics={names} are means over the tokens of a text, and reinforcement learning has a loss "
         "of its own, whose metrics are always reported; for example metrics=[param_norm]"
       )
-    return dataclasses.replace(chosen, of_loss=METRICS, largest=(LARGEST_GAP,))
+    of_routes = (FLIPS,) if any(self.routes_LK) else ()
+    return dataclasses.replace(chosen, of_loss=METRICS + of_routes, largest=(LARGEST_GAP,))
 
   def __call__(
     self,

@@ -113,7 +113,8 @@ class CompletionSampler:
       for each, (row_N, length, ended) in zip(sampling.ids, kept, strict=True)
     ]
     completions = result.tokens_BN, result.lengths_B, result.log_probs_BN, result.kept_BNW
-    rollout = Rollout(sampling.prompts_BP, sampling.lengths_B, *completions)
+    prompts = sampling.prompts_BP, sampling.lengths_B
+    rollout = Rollout(*prompts, *completions, experts_BSLK=result.experts_BSLK)
     return Sampled(rollout, texts, result.ended_B)
 
   def longest(self, prompts: Sequence[Prompt]) -> int:
@@ -168,7 +169,13 @@ def rollout_sampler(
   length = config.batch.max_target_length
   choice = Choice(temperature=0.0) if greedy else choice_of(config.run)
   new_tokens = length - config.rl.max_prefill_predict_length
-  return Sampler(model, choice, new_tokens, length, mesh, choice.leaves_out)
+  keeps = {"keeps_choices": choice.leaves_out, "keeps_experts": has_routes(config)}
+  return Sampler(model, choice, new_tokens, length, mesh, **keeps)
+
+
+def has_routes(config: Config) -> bool:
+  """Returns whether completions say which experts their tokens were sent to."""
+  return config.model.num_experts > 1
 
 
 def completion_sampler(

@@ -9,7 +9,7 @@ from maxbatch.config.schema import Config, RLConfig
 from maxbatch.hardware.devices import Device
 from maxbatch.rl.grpo import objective
 from maxbatch.rl.policy_loss import PolicyLoss
-from maxbatch.rl.sampled import run_vocabulary
+from maxbatch.rl.sampled import has_routes, run_vocabulary
 from maxbatch.sampling.choice import num_words
 from maxbatch.sampling.text import choice_of
 from maxbatch.training.build import build_trainer
@@ -19,6 +19,7 @@ from maxbatch.training.step import Trainer
 def policy_loss(config: Config, plan: RLPlan) -> PolicyLoss:
   """Returns what a step minimizes."""
   allowed_V = np.asarray(run_vocabulary(config).allowed_V)
+  routes = config.model.base_num_decoder_layers, config.model.num_experts_per_tok
   return PolicyLoss(
     objective(config.rl, plan.max_completion_length),
     allowed_V.tobytes(),
@@ -26,6 +27,8 @@ def policy_loss(config: Config, plan: RLPlan) -> PolicyLoss:
     has_proximal=_has_proximal(config.rl),
     kept_words=num_words(config.model.vocab_size) if choice_of(config.run).leaves_out else 0,
     halves=config.noise.gns_from_microbatches,
+    routes_LK=routes if has_routes(config) else (0, 0),
+    replays=config.rl.rollout_routing_replay,
   )
 
 

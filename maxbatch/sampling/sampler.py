@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,12 @@ from jax.sharding import Mesh
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LOGICAL_AXIS_RULES, constrain, put, replicated
-from maxbatch.models.cache import Cache, capped
+from maxbatch.models.cache import Cache, capped, experts_of
 from maxbatch.models.layers import hidden_of
 from maxbatch.models.registry import LanguageModel, Model, Parameters, offers_cache
 from maxbatch.sampling.choice import Choice, Vocabulary, choose, num_words, packed
+
+Arrays = TypeVar("Arrays")
 
 
 class Prompts(NamedTuple):
@@ -53,6 +55,9 @@ class Samples(NamedTuple):
   """bool: whether a token ended the text."""
   kept_BNW: jax.Array | None = None
   """uint32: bits of the tokens from which each was chosen; None: not asked for."""
+  experts_BSLK: jax.Array | None = None
+  """int16: the experts that each token, of the prompt too, was sent to, −1 for the last token and
+  those after it; None: not asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,8 @@ class Sampler:
   """Over which the parameters are divided; None: they are on one device."""
   keeps_choices: bool = False
   """Whether Samples say from which tokens each was chosen, and log-probabilities are by those alone."""
+  keeps_experts: bool = False
+  """Whether Samples of a mixture that offers a cache say where its tokens were sent."""
 
 
 class _Texts(NamedTuple):
@@ -91,10 +98,11 @@ class _State(NamedTuple):
   """int32: new tokens."""
   kept_BNW: jax.Array | None
 
-  def samples(self, num_texts: int) -> Samples:
+  def samples(self, num_texts: int, experts_BSLK: jax.Array | None) -> Samples:
     """Returns the samples of the rows that do not only fill up the batch."""
     new_BN = self.tokens_BS[:, -self.log_probs_BN.shape[1] :]
-    samples = Samples(new_BN, self.lengths_B, self.log_probs_BN, self.ended_B, self.kept_BNW)
+    own = self.lengths_B, self.log_probs_BN, self.ended_B, self.kept_BNW
+    samples = Samples(new_BN, *own, experts_BSLK)
     return jax.tree.map(lambda x: x[:num_texts], samples)
 
 
@@ -132,10 +140,10 @@ def stream(
       cache = None
     last = end_of_cache if is_cached else sampler.max_new_tokens
     number = min(number + chunk, last, sampler.max_new_tokens)
-    state, cache = _write(sampler, params, texts, state, cache, np.int32(number))
+    state, cache, experts = _write(sampler, params, texts, state, cache, np.int32(number))
     # Nobody waits for the last tokens: who samples dispatches what comes after them.
     ended = number < sampler.max_new_tokens and bool(state.ended_B.all())
-    yield state.samples(B)
+    yield state.samples(B, experts)
 
 
 def traced_prefill(
@@ -268,8 +276,9 @@ def _write(
   state: _State,
   cache: Cache | None,
   until: jax.Array,
-) -> tuple[_State, Cache | None]:
-  """Writes the tokens up to number `until`, unless all texts end before."""
+) -> tuple[_State, Cache | None, jax.Array | None]:
+  """Writes the tokens up to number `until`, unless all texts end before; returns with the cache the
+  experts in it, if they are asked for."""
   with _mesh_of(sampler):
     bound = sampler.model.bind(params)
     decode = bound.decoder() if cache is not None and offers_cache(bound) else None
@@ -289,7 +298,8 @@ def _write(
       return (state.number < until) & ~state.ended_B.all()
 
     state, cache = jax.lax.while_loop(goes_on, add, (state, cache))
-    return _everywhere(state), cache
+    experts = experts_of(cache) if cache is not None and sampler.keeps_experts else None
+    return _everywhere(state), cache, _everywhere(experts)
 
 
 def _hidden_of_whole(
@@ -349,6 +359,6 @@ def _mesh_of(sampler: Sampler) -> contextlib.AbstractContextManager[Any]:
   return jax.sharding.use_abstract_mesh(sampler.mesh.abstract_mesh)
 
 
-def _everywhere(state: _State) -> _State:
-  """Replicates the state on every device, for the host to read."""
-  return jax.tree.map(lambda x: constrain(x, (None,) * x.ndim), state)
+def _everywhere(arrays: Arrays) -> Arrays:
+  """Replicates arrays on every device, for the host to read."""
+  return jax.tree.map(lambda x: constrain(x, (None,) * x.ndim), arrays)

@@ -30,6 +30,7 @@ from maxbatch.config.keys.read_when import (
   CALIBRATED,
   CHANGING_BATCH,
   DECAY,
+  EXPERTS,
   FINITE_PROMPTS,
   FIRST_MOMENT,
   MEASURED,
@@ -141,17 +142,22 @@ class RLConfig(Section, heading="reinforcement learning"):
   rollout_devices: DevicesOrNone = key(0, CHANGEABLE, ROLLOUTS)
   """Devices that only sample, beside the mesh that trains; 0: all devices alternate."""
   rollout_data_parallelism: PositiveOrUnset = key(-1, CHANGEABLE, ROLLOUT_DEVICES)
-  """Copies of the policy on the rollout devices; of this key and the next two one may be -1: all
+  """Copies of the policy on the rollout devices; of this key and the next three one may be -1: all
   devices that the others leave."""
   rollout_fsdp_parallelism: PositiveOrUnset = key(1, CHANGEABLE, ROLLOUT_DEVICES)
   """Rollout devices that store the parts of a copy and gather those of a layer when they use it; each
   samples completions of its own."""
+  rollout_expert_parallelism: PositiveOrUnset = key(1, CHANGEABLE, ROLLOUT_DEVICES, EXPERTS)
+  """Rollout devices over which a mixture's experts are divided; each samples completions of its own."""
   rollout_tensor_parallelism: PositiveOrUnset = key(1, CHANGEABLE, ROLLOUT_DEVICES)
   """Rollout devices over which each matrix product is sharded; they sample the same completions."""
   # A snapshot of the parameters for each.
   rollout_staleness: Annotated[int, Range(low=0, high=64)] = key(0, CHANGEABLE, RL)
   """Steps by which the sampling policy lags, so that the next batch is sampled meanwhile; 0:
   overlap within a batch only, exactly synchronous training."""
+  rollout_routing_replay: bool = key(False, CHANGEABLE, RL, EXPERTS)
+  """Send a mixture's tokens in training to the experts that sampling chose for them (R3); their
+  weights, and the gradient, stay the router's."""
   # The prompts.
   rl_task: str = key("", FIXED, RL)
   """Built-in task with verifiable answers: mix-sort or format; empty: prompts from the data's first
