@@ -216,11 +216,11 @@ def _advise_post_training(arguments: Arguments[AdviseArguments], config: Config)
     raise UserError(
       "compare_with and prices apply to supervised training; leave them out, or num_generations=-1"
     )
-  if own.explain or own.explore or own.plot:
+  if own.explore or own.plot:
     raise UserError(
-      "--explain, --explore and --plot apply to supervised training; leave them out, or "
-      "num_generations=-1"
+      "--explore and --plot apply to supervised training; leave them out, or num_generations=-1"
     )
+  _check_options(own)
   advice = advise_post_training(config, own.completions, _place(config), own.from_run)
   file = own.write or "advice.yml"
   write_output("--write", file, _written(advice.keys, config, keys, arguments))
@@ -228,6 +228,8 @@ def _advise_post_training(arguments: Arguments[AdviseArguments], config: Config)
     print(json.dumps(advice.as_dict(), indent=2))
     return
   print(post_training_report(advice))
+  if own.explain:
+    print(f"\n{explained(None)}")
   print(f"\nWritten to {file}. Next:\n  maxbatch plan config={file}")
   print(f"  maxbatch train_rl config={file}")
 

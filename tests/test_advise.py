@@ -467,7 +467,9 @@ def test_half_and_twice_the_chips():
   assert (one.chips, str(one.half()), str(one.double())) == (64, "v5p-64", "v5p-256")
   full = place_named("v5e-256", 2)
   assert full
-  assert (str(full.half()), full.double().chips) == ("v5e-256", 1024)
+  double = full.double()
+  assert double
+  assert (str(full.half()), double.chips) == ("v5e-256", 1024)
   least = place_named("v5e-1", 1)
   assert least
   assert least.half() is None
@@ -526,6 +528,9 @@ def test_completions_are_divided_into_prompts_and_completions(capsys, configs):
   assert plan_command(["config=advice.yml", "--json"]) == 0
   planned = json.loads(capsys.readouterr().out)["rl"]
   assert (planned["batch_size"], planned["num_generations"]) == (256, 8)
+  told = ask(capsys, *RL, "--explain")
+  assert "policy-critical: noise = between prompts / B + within prompts / (B · K)\n" in told
+  assert "But: GRPO with verified rewards" in told
 
 
 def test_measured_noise_decides_between_prompts_and_completions(capsys, configs):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from maxbatch.advice.words import short, times, wrapped
 from maxbatch.batch_rules.findings import FINDINGS
+from maxbatch.batch_rules.post_training import CHOICES
 from maxbatch.batch_rules.published import RULES
 from maxbatch.batch_rules.rule import BatchRule, Fitted, RateRule, Rule, Training
 
@@ -20,16 +21,22 @@ _QUANTITIES = {
 }
 
 
-def explained(training: Training) -> str:
-  """Returns all rules, each in a paragraph, with what they say of this training."""
-  return "\n".join(
-    ["Rules", *("\n".join(_paragraph(rule, training)) for rule in (*RULES.values(), *FINDINGS))]
-  )
+def explained(training: Training | None) -> str:
+  """Returns all rules, each in a paragraph, with what they say of this training; None: of reinforcement
+  learning, which they give no numbers of."""
+  rules = (*RULES.values(), *FINDINGS) if training else CHOICES
+  return "\n".join(["Rules", *("\n".join(_paragraph(rule, training)) for rule in rules)])
 
 
-def _paragraph(rule: Rule, training: Training) -> Iterator[str]:
+def _paragraph(rule: Rule, training: Training | None) -> Iterator[str]:
   yield from wrapped(f"{rule.name}: {rule.formula}")
   yield from wrapped(f"{rule.units}. {rule.title}, {rule.source}; {_READ[rule.read]}.", "    ")
+  if training:
+    yield from _here(rule, training)
+  yield from wrapped(f"But: {rule.caveat}.", "    ")
+
+
+def _here(rule: Rule, training: Training) -> Iterator[str]:
   if isinstance(rule, BatchRule):
     heard = "" if rule.speaks_of(training) else " It does not speak of such a training."
     yield from wrapped(f"Here: {short(rule.batch_tokens(training))} tokens a step.{heard}", "    ")
@@ -43,7 +50,6 @@ def _paragraph(rule: Rule, training: Training) -> Iterator[str]:
       + ".",
       "    ",
     )
-  yield from wrapped(f"But: {rule.caveat}.", "    ")
 
 
 def _range(one: Fitted) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from maxbatch.batch_rules import published
 from maxbatch.batch_rules.findings import FINDINGS, Setting
+from maxbatch.batch_rules.post_training import CHOICES
 from maxbatch.batch_rules.published import expected_loss, half_life_tokens
 from maxbatch.batch_rules.rule import Fitted, Training, at_overhead, data_factor, steps_factor
 
@@ -214,11 +215,12 @@ def test_the_page_has_the_backtest_as_its_script_makes_it(capsys):
 
 
 def test_every_finding_says_what_it_is_and_for_whom():
-  names = [one.name for one in FINDINGS]
+  found = [*FINDINGS, *CHOICES]
+  names = [one.name for one in found]
   assert len({*names, *published.RULES}) == len(names) + len(published.RULES)
-  for one in FINDINGS:
+  for one in found:
     assert all((one.title, one.formula, one.units, one.source, one.caveat, one.says)), one.name
-    assert "arXiv" in one.source
+    assert "arXiv" in one.source or "openreview.net" in one.source
 
 
 @pytest.mark.parametrize(
