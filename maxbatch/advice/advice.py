@@ -10,6 +10,7 @@ from typing import Any
 from maxbatch.advice.asked import Asked
 from maxbatch.advice.batch_size import BatchSize, Measured, joined
 from maxbatch.advice.experiment import Experiment, Running, next_experiment
+from maxbatch.advice.prices import step_cost
 from maxbatch.advice.ramp import RampPhase, dividing, overhead, ramp, round_batch, whole_steps
 from maxbatch.advice.settings import Settings, settings
 from maxbatch.advice.slices import (
@@ -302,6 +303,9 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
   chips = asked.place.chips if asked.place else 0
   hours = chips * seconds / 3600 if seconds else None
   price = asked.price(asked.place) if asked.place else None
+  each = (
+    step_cost(price, chips, advice.here.split.step.step_seconds) if price and advice.here else None
+  )
   return {
     "asked": {
       "model_name": asked.config.model.model_name,
@@ -345,6 +349,8 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
       "chip_hours": hours,
       "cost": hours * price.price if hours and price and price.price else None,
       "price": dataclasses.asdict(price) if price and price.price else None,
+      "step_cost": (each and each.cost) or None,
+      "step_joules": (each and each.joules) or None,
       "tokens_per_second": planned.tokens_per_second() if seconds else None,
       "utilisation": advice.here.split.step.utilisation if advice.here else None,
       "limited_by": advice.here.split.step.limited_by if advice.here else None,

@@ -145,10 +145,10 @@ class Asked:
 
   def price(self, place: Place) -> Price:
     """Returns what a chip of the place costs for an hour, and where that is from; 0: not known."""
-    own = self.wishes.price_per_chip_hour
+    own, known = self.wishes.price_per_chip_hour, self.prices.get(place.generation, Price(0.0))
     if own and self.place and place.generation == self.place.generation:
-      return Price(own)
-    return self.prices.get(place.generation, Price(0.0))
+      return dataclasses.replace(known, price=own, date="", source="")
+    return known
 
   @property
   def own_batch(self) -> Fraction | None:

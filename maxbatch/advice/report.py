@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from maxbatch.advice.advice import Advice, Planned, mixture_of
 from maxbatch.advice.batch_size import Measured, Said
 from maxbatch.advice.limits import limits
+from maxbatch.advice.prices import step_cost
 from maxbatch.advice.slices import Point, about, on_gpus, used
 from maxbatch.advice.words import DAY, money, percent, short, span, times, wrapped
 from maxbatch.batch.from_config import sparse_experts
@@ -91,6 +92,8 @@ def _costs(advice: Advice, planned: Planned) -> Iterator[str]:
   unit = f"{asked.place.unit} hours"
   cost = f", {money(hours * price.price)} at {price}" if price.price else ""
   yield from wrapped(f"{hours:,.3g} {unit}{cost}" if hours < 100 else f"{hours:,.0f} {unit}{cost}")
+  if each := str(step_cost(price, asked.place.chips, split.step.step_seconds)):
+    yield from wrapped(each)
   yield from wrapped(on_gpus([asked.place]))
 
 

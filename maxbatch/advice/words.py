@@ -42,6 +42,14 @@ def money(value: float) -> str:
   return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
 
 
+def energy(joules: float) -> str:
+  """Returns an energy with its unit: 1.2 MJ."""
+  for size, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")):
+    if joules >= size:
+      return f"{joules / size:,.3g} {unit}"
+  return f"{joules:.3g} J"
+
+
 def wrapped(sentence: str, indent: str = "  ") -> list[str]:
   """Returns a sentence in lines of at most 80 columns."""
   return textwrap.wrap(

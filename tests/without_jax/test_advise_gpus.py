@@ -81,6 +81,22 @@ def test_a_table_of_ones_own_replaces_prices(capsys, folder):
   assert result["elsewhere"][0]["price"]["price"] == prices()["h100"].price
 
 
+def test_what_a_step_costs_and_draws(capsys, folder):
+  keys = [*LLAMA, "compile_topology=h100-64", "price_per_chip_hour=2"]
+  run = json.loads(ask(capsys, *keys, "--json"))["run"]
+  each = run["step_cost"] * 3600 / 2
+  # The last phase's steps are longer than those of the ramp before it.
+  assert run["chip_hours"] * 3600 < each * run["steps"] < 2 * run["chip_hours"] * 3600
+  assert run["step_joules"] == pytest.approx(700 * each)
+  text = " ".join(ask(capsys, *keys).split())
+  assert "without hosts and cooling: 700 W each (thermal design power of the SXM module" in text
+  (folder / "mine.json").write_text('{"h100": {"price": 2}, "v5e": {"price": 1, "watts": 100}}')
+  own = prices("mine.json")
+  assert (own["h100"].watts, own["v5e"].watts) == (700, 100)
+  text = ask(capsys, *LLAMA, "compile_topology=v5e-256")
+  assert "what its chips draw is not published" in text
+
+
 @pytest.mark.parametrize(
   ("content", "words"),
   [
@@ -91,6 +107,7 @@ def test_a_table_of_ones_own_replaces_prices(capsys, folder):
     ('{"h100": {"price": true}}', "h100 has no price above 0"),
     ('{"h100": {"price": 2, "when": "now"}}', "h100 has no price above 0"),
     ('{"h100": 2}', "h100 has no price above 0"),
+    ('{"h100": {"price": 2, "watts": -1}}', "h100 has no price above 0 with, if at all, watts"),
   ],
 )
 def test_what_is_no_table_of_prices_is_refused(capsys, folder, content: str, words: str):
@@ -131,6 +148,7 @@ def test_every_price_has_a_source_and_a_date():
     assert 0.5 < one.price < 50
     assert len(one.source) > 10
     assert one.date.startswith("2026-")
+    assert bool(one.watts) == one.power_source.endswith("2026-11-24")
 
 
 def test_half_and_twice_the_gpus():
