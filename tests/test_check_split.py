@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from maxbatch.core.check_split import SplitReport, check_split
 from maxbatch.core.split_causes import CAUSES, Cause
@@ -302,6 +303,19 @@ def by_device(params: Any, rows: Any, keys_B: Any) -> Any:
   return {"loss": Ratio(jnp.where(is_second, 2.0, 1.0) * term.numerator, term.denominator)}, {}
 
 
+def by_own_tokens(params: Any, rows: Any, keys_B: Any) -> Any:
+  """Multiplies each number by the mean of the device's own numbers of the row."""
+
+  def weighed(x_BT: jax.Array) -> jax.Array:
+    return x_BT * x_BT.mean(1, keepdims=True)
+
+  mesh = jax.sharding.get_abstract_mesh()
+  if "context" in mesh.axis_names:
+    place = PartitionSpec(None, "context")
+    weighed = jax.shard_map(weighed, in_specs=place, out_specs=place, axis_names={"context"})
+  return {"loss": linear(rows | {"x": weighed(rows["x"])}, params)}, {}
+
+
 def axes() -> tuple[str, ...]:
   return jax.sharding.get_abstract_mesh().manual_axes
 
@@ -324,6 +338,15 @@ def axes() -> tuple[str, ...]:
 def test_smaller_mistakes(loss, cause, what):
   result = check_split(loss, WEIGHTS, numbers())
   assert [(one.what, one.cause) for one in result.findings] == [(what, cause)], str(result)
+
+
+def test_a_device_that_shares_rows_needs_more_than_its_tokens():
+  rows = numbers() | {"x": np.random.default_rng(6).normal(size=(8, 4)).astype(np.float32)}
+  result = check_split(by_own_tokens, np.arange(1, 5, dtype=np.float32), rows)
+  (found,) = result.findings
+  assert found.cause == "tokens"
+  assert found.splits == ("tokens over 2 devices",)
+  assert "tokens over 2 devices" in checked(next(iter(CORRECT))).tried
 
 
 def test_a_finding_reads_well():

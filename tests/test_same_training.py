@@ -28,11 +28,13 @@ CASES = {
   "batch_schedule=gns gns=all gns_window_steps=8 gns_windows_before_growth=1 gns_hold_tokens=0 "
   "batch_size=4 per_device_batch_size=1 max_target_length=4 learning_rate=1e-3 warmup_steps=0 "
   "init_weights_seed=2",
+  # Rows of which each process has half, with documents that the processes share.
+  "shared": "batch_size=8 per_device_batch_size=1/2 ici_context_parallelism=4 gns=norm",
 }
 """What each run adds to the common keys."""
 UNSAVED = "enable_checkpointing=false"
 """Their parameters are kept beside their folders."""
-OF = {1: list(CASES), 2: ["streamed", "steered"], 4: ["pipeline"]}
+OF = {1: list(CASES), 2: ["streamed", "steered", "shared"], 4: ["pipeline"]}
 """The runs of so many processes; a fused one goes from one number of them to another."""
 
 LOADING = {

@@ -1,7 +1,7 @@
 """Finds what of a loss depends on how a batch is split, and says what it is likely to come from.
 
 The same rows are summed in one piece, in microbatches, one by one, in another order, beside rows of
-padding, and over two devices. A term's value, the objective's gradient and every statistic must come
+padding, over two devices, and with each row's tokens over two devices. A term's value, the objective's gradient and every statistic must come
 out alike, to rounding. What does not is looked at further (split_causes.py).
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from maxbatch.core.accumulate import Accumulated
 from maxbatch.core.rows import sample_keys
-from maxbatch.core.split_causes import CAUSES, PADDED, REPLICAS, SINGLES, Cause, cause_of
+from maxbatch.core.split_causes import CAUSES, PADDED, REPLICAS, SINGLES, TOKENS, Cause, cause_of
 from maxbatch.core.split_probe import (
   Arrangement,
   Probe,
@@ -114,7 +114,8 @@ def check_split(
     params: what the gradient is taken by; random ones, as nothing shows where they are 0.
     rows: a pytree of arrays (N, …), at least 4 rows, all different; a multiple of 4 is taken.
     keys: one random key for each row (N,); None: some.
-    devices: two of them are replicas; None: those of this process.
+    devices: two of them are replicas, or share each row's tokens, the second dim of arrays that have an even
+      number of them, along an axis `context`; None: those of this process.
 
   Raises:
     ValueError: there are too few rows, or the batch in one piece has no finite gradient.
@@ -147,9 +148,12 @@ class _Check:
     if not all(np.isfinite(g).all() for g in self._whole.gradients):
       raise ValueError("the gradient of the batch in one piece is not finite")
     splits = _splits(probe)
-    self._skipped = () if len(devices) > 1 else (f"{REPLICAS}, as there is one device",)
+    names = (REPLICAS, TOKENS) if probe.shares_rows else (REPLICAS,)
+    self._skipped = tuple(f"{name}, as there is one device" for name in names)
     if len(devices) > 1:
-      splits[REPLICAS] = probe.on(devices[:2])
+      splits[REPLICAS], self._skipped = probe.on(devices[:2]), ()
+      if probe.shares_rows:
+        splits[TOKENS] = probe.over_tokens(devices[:2])
     self._tolerances: Tolerances = tolerances(probe, whole, splits[SINGLES])
     self._splits: dict[str, Results] = {name: results(sums) for name, sums in splits.items()}
 

@@ -34,6 +34,7 @@ Cause = Literal[
   "maximum as sum",
   "sum as maximum",
   "replicas",
+  "tokens",
   "unknown",
 ]
 
@@ -104,12 +105,17 @@ CAUSES: dict[Cause, Explanation] = {
     "something that differs between devices, as a collective or a device's index",
     "Leave the sums over replicas to accumulate",
   ),
+  "tokens": Explanation(
+    "tokens of a row of which a device sees its own alone, in a shard_map over `context`",
+    "Gather those that it needs, or sum over the axis",
+  ),
   "unknown": Explanation("not known", ""),
 }
 
 _LOOSE = 16
 """Rules count as broken beyond so many times the share that is rounding."""
 PADDED, SINGLES, REPLICAS = "3 microbatches with padding", "single rows", "2 replicas"
+TOKENS = "tokens over 2 devices"
 
 
 class _Parts:
@@ -192,6 +198,8 @@ def cause_of(
     return "padding"
   if list(under) == [REPLICAS]:
     return "replicas"
+  if list(under) == [TOKENS]:
+    return "tokens"
   # What is left depends on the number of rows; a shape that random numbers are drawn in does.
   return "keys" if re.search("random_bits|threefry|rng_bit", probe.program()) else "unknown"
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxbatch.core.accumulate import Accumulated, accumulate, divisor
 from maxbatch.core.terms import Loss, Max, Ratio, Stat, Stats, Sum, Terms
@@ -22,7 +22,7 @@ _PERTURBATION = 2.0**-22
 """Relative change of the parameters that shows how rounding grows on its way through a model."""
 _SPREADS = 4
 """What splits may differ by, in differences that such a change makes."""
-_REPLICAS = "data"
+_REPLICAS, _TOKENS = "data", "context"
 _SIZE = "size of "
 
 
@@ -81,6 +81,26 @@ class Probe:
     """Returns the sums of the batch in one piece over replicas, one on each device."""
     mesh = Mesh(np.array(devices), (_REPLICAS,))
     return self._fetch(self._program(mesh), self.every_row, self.params)
+
+  @property
+  def shares_rows(self) -> bool:
+    """Whether rows have arrays whose second dim, their tokens, two devices can divide."""
+    return any(x.ndim > 1 and x.shape[1] % 2 == 0 for x in jax.tree.leaves(self._rows))
+
+  def over_tokens(self, devices: Any) -> Accumulated:
+    """Returns the sums of the batch in one piece, of which each of two devices has half of each row."""
+    mesh = Mesh(np.array(devices), (_TOKENS,))
+
+    def program(params: Any, rows: Any, *others: Any) -> Accumulated:
+      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return self._program()(params, jax.tree.map(divided, rows), *others)
+
+    def divided(x_kBT: jax.Array) -> jax.Array:
+      is_even = x_kBT.ndim > 2 and x_kBT.shape[2] % 2 == 0
+      place = PartitionSpec(None, None, _TOKENS) if is_even else PartitionSpec()
+      return jax.lax.with_sharding_constraint(x_kBT, NamedSharding(mesh, place))
+
+    return self._fetch(jax.jit(program), self.every_row, self.params)
 
   def program(self) -> str:
     """Returns the program of the batch in one piece, as traced."""
