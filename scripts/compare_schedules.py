@@ -1,6 +1,6 @@
 """Compares schedules of the batch at equal tokens, and with fixed batches of as many steps.
 
-    .venv/bin/python scripts/compare_schedules.py out=schedules                    # everything: 126 runs
+    .venv/bin/python scripts/compare_schedules.py out=schedules                    # everything: 132 runs
     .venv/bin/python scripts/compare_schedules.py out=schedules opt_types=muon experts=1 seeds=0 tokens=100000
 
 Text: Python's own standard library, or text=FILE. Ten arms, for AdamW and Muon, for a dense model and for a
@@ -74,13 +74,15 @@ class Experiment:
   def arms(self) -> Mapping[str, str]:
     """Returns the keys of each way to choose the batch."""
     samples = self.tokens // LENGTH
+    # Per-row gradients of experts are not measured: two microbatches are compared.
+    measured = "gns_from_microbatches=true micro_batch_size=8" if self.experts > 1 else "gns=all"
     late = f"batch_schedule=[[0,{SMALL}],[{int(LATE * samples)},{LARGE}]]"
     arms = {name: f"batch_size={name.split()[1]}" for name in FIXED} | {
       "linear ramp": f"{_FROM_SMALL} batch_schedule_type=linear batch_schedule_length={samples // 2}",
       "doubling": f"{_FROM_SMALL} batch_schedule_type=doubling batch_schedule_length={samples // 2}",
       "Seesaw": f"batch_size={LARGE} batch_size_start={SMALL} batch_schedule_type=seesaw",
       STEERED: (
-        f"batch_size={SMALL} gns_max_batch_size={LARGE} gns=all batch_schedule=gns "
+        f"batch_size={SMALL} gns_max_batch_size={LARGE} {measured} batch_schedule=gns "
         "gns_window_steps=32 gns_windows_before_growth=2 gns_report_every=0"
       ),
       "late switch": f"{late} learning_rate_batch_coupling=sqrt",
@@ -88,10 +90,6 @@ class Experiment:
     for steps in (2, 4):
       groups = f"batch_by_group=[[embedding,{steps}],[head,{steps}]]"
       arms[f"groups every {steps}"] = f"batch_size={SMALL} {groups}"
-    if self.experts > 1:
-      del arms[
-        STEERED
-      ]  # Per-row gradients of experts are not measured, and a microbatch has the whole batch.
     return arms
 
   def records(self, arm: str, opt_type: str, rate: float, seed: int) -> list[Record]:
