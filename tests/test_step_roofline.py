@@ -367,6 +367,18 @@ def test_what_a_user_compiled_comes_before_estimates_and_the_table():
   assert step_roofline(tiled, *place, 1, "full").how == "estimated"
 
 
+def test_a_compiled_step_of_devices_that_share_rows_is_of_their_mesh():
+  report = REPORT.replace("fsdp 256", "fsdp 64 × context 4").replace("3.472 s a", "3.000 s a")
+  remember(report, LLAMA)
+  place = Topology.of(fsdp=64, context=4)
+  result = step_roofline(LLAMA, V5E, place, Fraction(4), 1, "full")
+  assert (result.how, result.microbatch_seconds) == ("compiled", pytest.approx(3.0))
+  assert llama().microbatch_seconds != 3.0
+  (known,) = read_report(report, LLAMA)
+  assert (known.mesh, known.num_chips) == (place, 256)
+  assert "256 × v5e, context 4, 4 × 2,048 tokens" in known.name
+
+
 def test_what_is_no_report_of_a_slice_is_refused():
   with pytest.raises(UserError, match="no compile report"):
     read_report("Compile report: of something else", LLAMA)

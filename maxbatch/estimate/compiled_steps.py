@@ -36,7 +36,7 @@ _TITLE = re.compile(
   r"Compile report: (?P<model>\S+), rows of (?P<length>[\d,]+) tokens, "
   rf"remat_policy (?P<remat>{'|'.join(_POLICIES)}), "
   r"on (?P<place>\S+)\n\s+[\d,]+ × (?P<kind>[^:]+): data (?P<data>\d+) × fsdp (?P<fsdp>\d+) × "
-  r"tensor (?P<tensor>\d+) × stage 1\b(?:\n\s+computes in (?P<dtype>\w+))?"
+  r"(?:context (?P<context>\d+) × )?tensor (?P<tensor>\d+) × stage 1\b(?:\n\s+computes in (?P<dtype>\w+))?"
 )
 _TIME = re.compile(r"a step +\S+ s[^:]*: (?P<rest>\S+) s \+ [\d,]+ × (?P<each>\S+) s a microbatch")
 _EXPLORED = re.compile(
@@ -78,6 +78,7 @@ class CompiledStep:
   peak_bytes: int
   keys: Sequence[str] = ()
   """Keys of the configuration that differ from the shipped one: `dropout_rate=0`."""
+  context: int = 1
   chosen: bool = False
   """Compiled since its estimate was the fastest of all, and in no fit of the rates: what such steps take says
   by how much the best of many estimates errs in its favour."""
@@ -85,7 +86,8 @@ class CompiledStep:
   @property
   def name(self) -> str:
     """The step in a few words."""
-    shared = f", tensor {self.tensor}" if self.tensor > 1 else ""
+    axes = {"context": self.context, "tensor": self.tensor}
+    shared = "".join(f", {axis} {size}" for axis, size in axes.items() if size > 1)
     keys = f" ({' '.join(self.keys)})" if self.keys else ""
     return (
       f"{self.model_name}{keys}, {self.num_chips} × {self.generation}{shared}, "
@@ -110,12 +112,13 @@ class CompiledStep:
   @property
   def num_chips(self) -> int:
     """Devices of the mesh."""
-    return self.data * self.fsdp * self.tensor
+    return self.data * self.fsdp * self.context * self.tensor
 
   @property
   def mesh(self) -> Topology:
     """The mesh, of one slice."""
-    return Topology.of(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
+    sizes = {"data": self.data, "fsdp": self.fsdp, "context": self.context, "tensor": self.tensor}
+    return Topology.of(**sizes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -274,6 +277,7 @@ def _step(text: str, work: StepWork) -> CompiledStep:
     generation=chip.generation,
     data=int(title["data"]),
     fsdp=int(title["fsdp"]),
+    context=int(title["context"] or 1),
     tensor=int(title["tensor"]),
     length=int(title["length"].replace(",", "")),
     compute_bytes=4 if title["dtype"] == "float32" else 2,
