@@ -1,15 +1,19 @@
 """maxbatch train config=… [key=value …]: trains a language model."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
-from maxbatch.batch.from_config import check_supervised
+from maxbatch.batch.from_config import check_keeps_batch, check_supervised
 from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
 from maxbatch.config.load import load_config
-from maxbatch.hardware.processes import leave_together, refusing_together
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+from maxbatch.hardware.copies import VARIABLE
+from maxbatch.hardware.processes import leave_together, refusing_together, stated_processes
 from maxbatch.modes.compile_only import prepare_only
 from maxbatch.modes.method import Purpose
 from maxbatch.modes.prepare import purpose_of
@@ -42,10 +46,47 @@ def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
   with refusing_together(arguments.configuration):
     config = load_config(arguments.configuration)
     check_supervised(config.rl)
+    if config.distributed.elastic:
+      check_keeps_batch(config)
+      only_prepares = config.compile.validate_only or config.compile.compile_only
+      if VARIABLE not in os.environ and not only_prepares:
+        _become_supervisor(config, arguments.configuration)
     if purpose_of(config, arguments.configuration) is Purpose.RUN:
       check_learned(*run(config, retune=arguments.own.retune))
     else:
       prepare_only(config, retune=arguments.own.retune)
+
+
+def _become_supervisor(config: Config, arguments: Sequence[str]) -> NoReturn:
+  """Replaces this process by a supervisor (hardware/supervisor.py), which starts it again and again.
+
+  Raises:
+    UserError: nothing says where the other supervisors are, or this process is not this command's.
+  """
+  if not set(arguments) <= set(sys.orig_argv):
+    raise UserError(
+      "elastic=true needs a process of its own, which is started again: run `maxbatch train`, or set "
+      "elastic=false to train in this process"
+    )
+  stated = stated_processes(config.distributed, os.environ)
+  if stated.several and (
+    stated.address is None or None in (stated.num_processes, stated.process_id)
+  ):
+    raise UserError(
+      f"elastic=true {stated.sign}: supervisors find each other by coordinator_address=HOST:PORT, "
+      "num_processes=… and process_id=…; give those that no variable gives, for example "
+      "coordinator_address=$(hostname):1234 on all hosts, of the first one"
+    )
+  place = {
+    "coordinator_address": stated.address or "",
+    "num_processes": stated.num_processes or 1,
+    "process_id": stated.process_id or 0,
+  }
+  # As it was started, with options of Python before the module.
+  own = [one for one in sys.orig_argv[1:] if one.partition("=")[0] not in place]
+  command = [*own, *(f"{key}={value}" for key, value in place.items())]
+  sys.stdout.flush()
+  os.execv(sys.executable, [sys.executable, "-m", "maxbatch.hardware.supervisor", *command])
 
 
 if __name__ == "__main__":

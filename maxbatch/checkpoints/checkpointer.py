@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
@@ -35,7 +34,16 @@ from maxbatch.checkpoints.find import (
 )
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.formats import format_named, share_large_arrays_only
-from maxbatch.checkpoints.reading import check_leaves, patiently, read_arrays, read_record
+from maxbatch.checkpoints.reading import (
+  check_leaves,
+  difference_on_disk,
+  patiently,
+  read_arrays,
+  read_copy,
+  read_copy_record,
+  read_record,
+  write_copy,
+)
 from maxbatch.checkpoints.record import (
   changed_settings,
   format_name,
@@ -48,6 +56,7 @@ from maxbatch.config.schema import CheckpointConfig
 from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
+from maxbatch.hardware.copies import MemoryCopies, own_copies
 
 _UNWRITABLE = (OSError, ValueError, RuntimeError)
 
@@ -85,7 +94,7 @@ class Checkpointer:
     Raises UserError for an unknown checkpoint_format.
     """
     self._directory = pathlib.Path(directory).absolute()
-    self._config = config
+    self._config, self._copies = config, own_copies()
     self._identity = dict(identity)
     self._settings = dict(settings or {})
     self._report, self._verified = report, verified
@@ -129,15 +138,8 @@ class Checkpointer:
     self.wait()
     if position.step in self._agreed_steps() and position.step not in self._damaged:
       return
-    record = make_record(
-      state,
-      position,
-      plan,
-      self._identity,
-      self._settings,
-      notes or {},
-      self._config.checkpoint_format,
-    )
+    about = self._identity, self._settings, notes or {}, self._config.checkpoint_format
+    record = make_record(state, position, plan, *about)
     arrays = {name: leaf for name, leaf in named_leaves(state).items() if leaf.size}
     items = ocp.args.Composite(state=self._format.save(arrays), record=ocp.args.JsonSave(record))
     try:
@@ -149,6 +151,26 @@ class Checkpointer:
     self._pending = position.step
     if not self._config.async_checkpointing:
       self.wait()
+
+  def copy_due(self, position: Position) -> bool:
+    """Returns whether the state after this step is to be copied to the hosts' memory."""
+    return self._copies is not None and position.step >= self._copies.next_step
+
+  def copy(
+    self,
+    state: object,
+    position: Position,
+    plan: Mapping[str, object],
+    notes: Mapping[str, object],
+    step_seconds: float,
+  ) -> dict[str, Any]:
+    """Copies the state to the memory of this host and another; returns what is noted of it.
+
+    Arguments are those of `save`, and the seconds of a step. Raises UserError: too little memory."""
+    assert self._copies is not None
+    about = self._identity, self._settings, notes, self._config.checkpoint_format
+    make = functools.partial(make_record, state, position, plan, *about)
+    return write_copy(self._copies, make, named_leaves(state), step_seconds)
 
   def poll(self) -> None:
     """Reports a background save that has failed since the last call, without waiting for one."""
@@ -169,7 +191,13 @@ class Checkpointer:
     """
     self.wait()
     damaged: dict[int, str] = {}
-    for step in reversed(self._agreed_steps()):
+    steps = self._agreed_steps()
+    if self._copies and (self._copies.step or -1) >= max(steps, default=0):
+      try:
+        return self._restore_copy(self._copies, abstract_state)
+      except DamagedError as damage:
+        self._report(f"the copy of step {self._copies.step} in memory cannot be used ({damage})")
+    for step in reversed(steps):
       try:
         read = functools.partial(self._restore_step, step, abstract_state)
         restored = patiently(self._directory, step, read)
@@ -260,23 +288,11 @@ class Checkpointer:
   def _difference_on_disk(self, step: int) -> str | None:
     """Reads a completed save back; what differs from what was saved, or None.
 
-    Into the host's memory, that of the devices may be full. With several processes, of which none
-    holds the whole state, the save counts as it is.
+    With several processes, of which none holds the whole state, the save counts as it is.
     """
-    if jax.process_count() > 1:
-      return None
-    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    try:
-      record = read_record(self._reader, step)
-      wanted = {
-        name: jax.ShapeDtypeStruct(leaf["shape"], jnp.dtype(leaf["dtype"]), sharding=host)
-        for name, leaf in record["leaves"].items()
-      }
-      check_leaves(record, read_arrays(self._reader, step, format_name(record), wanted))
-      return None
-    except DamagedError as damage:
-      where = f"checkpoint step {step} in {self._directory} does not read back as it was saved"
-      return f"{where}: {damage}"
+    difference = difference_on_disk(self._reader, step) if jax.process_count() == 1 else ""
+    where = f"checkpoint step {step} in {self._directory} does not read back as it was saved"
+    return f"{where}: {difference}" if difference else None
 
   def _remove_old(self) -> None:
     """Deletes the steps that are not to be kept; the newest one has been read back."""
@@ -329,8 +345,26 @@ class Checkpointer:
     (self._directory / str(step)).rename(target)
     self._report(f"checkpoint step {step} was damaged; its files are kept as {target}")
 
+  def _restore_copy(self, copies: MemoryCopies, abstract_state: object) -> Restored:
+    record = together(lambda: read_copy_record(copies))
+    return self._restored(record, abstract_state, functools.partial(read_copy, copies))
+
   def _restore_step(self, step: int, abstract_state: object) -> Restored:
     record = together(lambda: read_record(self._reader, step))
+
+    def read(wanted: dict[str, Any]) -> dict[str, jax.Array]:
+      return read_arrays(self._reader, step, format_name(record), wanted)
+
+    return self._restored(record, abstract_state, read)
+
+  def _restored(
+    self,
+    record: dict[str, Any],
+    abstract_state: object,
+    read: Callable[[dict[str, Any]], dict[str, jax.Array]],
+  ) -> Restored:
+    """Reads and verifies the state of which `record` is. Raises DamagedError: it is not that."""
+    step = record["step"]
     changed = identity_differences(record, self._identity)
     if changed and not self._config.allow_changed_resume:
       raise UserError(
@@ -348,7 +382,7 @@ class Checkpointer:
         + "\nModel and optimizer must have the shapes of the checkpoint (config.yml beside the"
         " checkpoints has its settings); set them back, or choose another run_name."
       )
-    arrays = together(lambda: read_arrays(self._reader, step, format_name(record), wanted))
+    arrays = together(lambda: read(wanted))
     check_leaves(record, arrays)
     if changed:
       self._report(f"resuming from step {step} although it differs: " + "; ".join(changed))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import AbstractMesh, NamedSharding
 
@@ -29,6 +30,7 @@ from maxbatch.checkpoints.formats import format_named, placed
 from maxbatch.checkpoints.record import changed_leaves, format_name, is_intact
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import gather
+from maxbatch.hardware.copies import MemoryCopies
 
 _Read = TypeVar("_Read")
 _PAUSES_SECONDS = (0.2, 1.0, 5.0)
@@ -95,11 +97,88 @@ def read_arrays(
   }
 
 
+def read_copy_record(copies: MemoryCopies) -> dict[str, Any]:
+  """Reads the record of the copy in memory. Raises DamagedError: it cannot be read, or was changed."""
+  try:
+    record = copies.record()
+  except OSError as error:
+    raise DamagedError(str(error)) from None
+  if not is_intact(record):
+    raise DamagedError("its record differs from its checksum")
+  return record
+
+
+def read_copy(copies: MemoryCopies, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+  """Reads the arrays of the copy in memory, each process those of its devices, as `read_arrays` does."""
+
+  def read(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+      return copies.read(name, index or (), leaf.shape, leaf.dtype)
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+  try:
+    return {name: read(name, _on_devices(leaf)) for name, leaf in wanted.items()}
+  except OSError as error:
+    raise DamagedError(f"its state cannot be read: {cause(error)}") from None
+
+
+def write_copy(
+  copies: MemoryCopies,
+  make_record: Callable[[], dict[str, Any]],
+  leaves: Mapping[str, jax.Array],
+  step_seconds: float,
+) -> dict[str, Any]:
+  """Writes a copy of the state to memory, and chooses when the next one is due; all processes call it.
+
+  Args:
+    copies: of this process.
+    make_record: returns the record of the state.
+    leaves: its arrays.
+    step_seconds: how long a step takes.
+
+  Returns: What is noted of it: seconds, bytes of all processes, and the steps until the next one.
+
+  Raises UserError: a host has too little memory.
+  """
+  began, record, failure, size = time.perf_counter(), make_record(), "", 0
+  try:
+    copies.await_sent()
+    gather(None)  # From here on the copy before the last is needed by nobody.
+    size = copies.write(record, leaves)
+  except OSError as error:
+    failure = (
+      f"state_copy_period: the copy of step {record['step']} does not fit into memory: {error}"
+    )
+  results = gather([time.perf_counter() - began, step_seconds, size, failure])
+  if failures := [each[3] for each in results if each[3]]:
+    raise UserError(failures[0])
+  seconds, step = (max(each[number] for each in results) for number in (0, 1))
+  copies.plan_next(record["step"], seconds, step)
+  steps = copies.next_step - record["step"]
+  return {"seconds": seconds, "bytes": sum(each[2] for each in results), "next_after_steps": steps}
+
+
 def check_leaves(record: dict[str, Any], arrays: object) -> None:
   """Compares arrays with their fingerprints. Raises DamagedError if they are not what was saved."""
   if wrong := changed_leaves(record, arrays):
     others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     raise DamagedError(f"leaf {wrong[0]}{others} differs from its fingerprint")
+
+
+def difference_on_disk(reader: ocp.CheckpointManager, step: int) -> str:
+  """Reads a whole step into the host's memory, that of the devices may be full; says what is damaged."""
+  host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+  try:
+    record = read_record(reader, step)
+    wanted = {
+      name: jax.ShapeDtypeStruct(leaf["shape"], jnp.dtype(leaf["dtype"]), sharding=host)
+      for name, leaf in record["leaves"].items()
+    }
+    check_leaves(record, read_arrays(reader, step, format_name(record), wanted))
+  except DamagedError as damage:
+    return str(damage)
+  return ""
 
 
 def _read(

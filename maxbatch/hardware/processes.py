@@ -261,8 +261,8 @@ def _tell(arguments: Sequence[str], error: UserError) -> None:
     stated = stated_processes(config.distributed, os.environ)
   except UserError:
     return  # What says where the others are is wrong itself.
-  if _is_alone(config) or not stated.several:
-    return
+  if _is_alone(config) or not stated.several or config.distributed.elastic:
+    return  # Supervisors see the exit code.
   is_first = stated.process_id == 0
   if is_first:
     print(f"error: {error}", file=sys.stderr, flush=True)  # It may be long until all have come.

@@ -30,6 +30,7 @@ from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.data.rows import Dataset, RowSource
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
+from maxbatch.hardware.copies import own_copies
 from maxbatch.hardware.devices import Device, Target
 from maxbatch.hardware.sharding import num_processes
 from maxbatch.metrics_writers.registry import chosen_writers
@@ -235,6 +236,9 @@ def saved_record(config: Config) -> Mapping[str, Any] | None:
   # Process 0's: a shared folder may not look alike on all hosts at once.
   first = jax.process_index() == 0
   record = newest_record(RunFolder.of(config.run).checkpoints) if first else None
+  if first and (copies := own_copies()) and (copies.step or -1) >= (record or {"step": 0})["step"]:
+    with contextlib.suppress(OSError):  # The restore says so, and takes what is stored.
+      record = copies.record()
   return broadcast_one_to_all(record)
 
 

@@ -34,6 +34,7 @@ from maxbatch.data.rows import Dataset
 from maxbatch.errors import ProcessFailedError, TrainingDivergedError, UserError
 from maxbatch.hardware.agreement import check_alike, gather, shared_error
 from maxbatch.hardware.coordinator import connect, connect_processes
+from maxbatch.hardware.copies import open_copies
 from maxbatch.hardware.devices import Target, find_devices, idle_accelerators, start_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import make_mesh
@@ -132,6 +133,7 @@ def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
   with ending_together():
     devices = start_devices(config)
   number = jax.process_index()
+  open_copies(jax.local_device_count(), config.distributed.state_copy_period)
   if number == 0 and (idle := idle_accelerators(config, devices)):
     print(f"note: {idle}", file=sys.stderr)
   if config.compile.compile_topology or jax.process_count() == 1:

@@ -27,8 +27,10 @@ Event = Mapping[str, Any]
 
 START, COMPILED, EVALUATED, SAVED, VERIFIED = "start", "compiled", "evaluated", "saved", "verified"
 DROPPED, COPIED, TEXT, NOTICE, END = "dropped", "copied", "text", "notice", "end"
+FAULT, RESTART, JOINED = "fault", "restart", "joined"
 """Kinds of events: DROPPED are steps that are trained again, COPIED a copy of the state in memory, TEXT
-is what the model wrote, NOTICE what deserves a person's attention."""
+is what the model wrote, NOTICE what deserves a person's attention. FAULT, RESTART and JOINED are what
+supervisors decide (hardware/leader.py)."""
 
 CAUSES: Sequence[str] = (
   "start",

@@ -53,6 +53,8 @@ class RunFolder:
   """One JSON object per step."""
   events = Inside("events.jsonl")
   """What happened to the run, one JSON object per event."""
+  generations = Inside("generations")
+  """A file for each start of the processes of a run with elastic=true."""
   report = Inside("report.html")
   """The run as a page, for people."""
 

@@ -22,7 +22,7 @@ from maxbatch.errors import RowsError, TrainingDivergedError, UserError
 from maxbatch.hardware.devices import host_peak_bytes
 from maxbatch.models.registry import Parameters
 from maxbatch.precision.loss_scale import LossScaling
-from maxbatch.run_folder.events import EVALUATED, SAVED, TEXT
+from maxbatch.run_folder.events import COPIED, EVALUATED, SAVED, TEXT
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.job import LOSS_SCALE, RECORD, Job, StepLoader
 from maxbatch.training.loss_scaling import check_skips, scaling_record
@@ -103,8 +103,9 @@ def _train_until_change(
       ending = stop.agreed or position.step == plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
+      copying = not ending and _copy_due(job, position)
       profiling = job.outputs.profiler.is_due(position.step)
-      due = evaluating or saving or profiling or decides(job.noise, position)
+      due = evaluating or saving or copying or profiling or decides(job.noise, position)
       if due or job.hooks.waits:
         record = _fetch(job, pending, clock, stop)
         pending = None
@@ -112,6 +113,8 @@ def _train_until_change(
         plan = decided(job.noise, plan, position, job.outputs.progress.say)
         if saving:
           _save(job, state, position, plan, record)
+        if copying:
+          _copy(job, state, position, plan, record)
         _note_evaluated(job, record, state.parameters if evaluating else None)
         if evaluating and (not ending or position.step == plan.steps):
           show_text(job, position, state.parameters)
@@ -245,14 +248,37 @@ def _note(job: Job, record: Record) -> None:
 def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, record: Record) -> None:
   """Saves what a run needs to go on; before an evaluation, for which there may be no time left."""
   if job.outputs.checkpointer:
-    notes = {RECORD: record} | job.notes | (job.noise.as_dict() if job.noise else {})
-    if state.loss_scale is not None:
-      notes[LOSS_SCALE] = LossScaling.note(state.loss_scale)
+    notes = _notes(job, state, record)
     began = time.perf_counter()
     saved = job.trainer.to_save(state, job.hooks.policies(position))
     job.outputs.checkpointer.save(saved, position, plan.as_dict(), notes)
     job.outputs.events.note(SAVED, step=position.step, seconds=time.perf_counter() - began)
     job.outputs.feed_watchdog()
+
+
+def _notes(job: Job, state: TrainState, record: Record) -> dict[str, Any]:
+  """Returns what is noted beside a saved state."""
+  notes = {RECORD: record} | job.notes | (job.noise.as_dict() if job.noise else {})
+  if state.loss_scale is not None:
+    notes[LOSS_SCALE] = LossScaling.note(state.loss_scale)
+  return notes
+
+
+def _copy_due(job: Job, position: Position) -> bool:
+  return job.outputs.checkpointer is not None and job.outputs.checkpointer.copy_due(position)
+
+
+def _copy(job: Job, state: TrainState, position: Position, plan: BatchPlan, record: Record) -> None:
+  """Copies to the memory of hosts what a run needs to go on, where supervisors keep it."""
+  assert job.outputs.checkpointer is not None
+  notes, saved = (
+    _notes(job, state, record),
+    job.trainer.to_save(state, job.hooks.policies(position)),
+  )
+  seconds = float(record["step_seconds"])
+  about = job.outputs.checkpointer.copy(saved, position, plan.as_dict(), notes, seconds)
+  job.outputs.events.note(COPIED, step=position.step, **about)
+  job.outputs.feed_watchdog()
 
 
 def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None:

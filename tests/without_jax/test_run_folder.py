@@ -15,6 +15,7 @@ CONTRACT = {
   "starts": "starts",
   "metrics": "metrics.jsonl",
   "events": "events.jsonl",
+  "generations": "generations",
   "report": "report.html",
   "tensorboard": "tensorboard",
   "checkpoints": "checkpoints",

@@ -34,6 +34,7 @@ PIPELINE = when({"pipeline_schedule": besides("none", like="gpipe")}, refuses=Tr
 # The devices and the processes.
 HERE = when({"compile_topology": ""}, {"num_simulated_devices": 0})
 TOPOLOGY = when({"compile_topology": besides("", like="v5e-8")}, refuses=True)
+ELASTIC = when({"elastic": True})
 PROCESSES = when({"skip_jax_distributed_system": False, "compile_topology": ""})
 
 # The data.

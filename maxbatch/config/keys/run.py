@@ -27,9 +27,11 @@ from maxbatch.config.declare import (
 )
 from maxbatch.config.keys.read_when import (
   CHECKPOINTS,
+  ELASTIC,
   PROCESSES,
   PROFILER,
   SAMPLE_TEXT,
+  TEXT,
   TOPOLOGY,
 )
 from maxbatch.errors import UserError
@@ -123,6 +125,17 @@ class DistributedConfig(Section, heading="many processes"):
   hang_timeout_seconds: Annotated[int, Range(low=0, limit=1_000_000)] = key(1800, PER_START)
   """Seconds without a finished step, evaluation batch or save after which a run counts as hung:
   every process writes its stacks, and all end; 0: never."""
+  elastic: bool = key(False, PER_START, TEXT)
+  """Go on with the same batch on the hosts that are left when one dies or hangs, from copies of the
+  state in their memory (docs/staying_up.md)."""
+  min_devices: Positive = key(1, PER_START, ELASTIC)
+  """Fewest devices to go on with; with fewer, the run waits for hosts for
+  jax_distributed_initialization_timeout, then ends."""
+  max_restarts_per_hour: NonNegative = key(20, PER_START, ELASTIC)
+  """Restarts within an hour after which a fault ends the run: what fails so often will not mend."""
+  state_copy_period: PositiveOrUnset = key(-1, PER_START, ELASTIC)
+  """Steps between copies of the state in memory; -1: as many that copying takes less than 1% of the
+  time, as measured."""
 
 
 @dataclasses.dataclass(frozen=True)

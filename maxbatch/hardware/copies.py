@@ -1,0 +1,388 @@
+"""A run's state in the memory of its hosts: written by training processes, kept by their supervisors.
+
+A supervisor (hardware/supervisor.py) makes files that have no name and lie in memory, and its training
+process inherits them. They outlive that process, and are gone with the supervisor. Such a slot holds
+the length of a header, the header in JSON, then the pieces of arrays that the header lists; the length
+is written last, so a slot that a killed process was writing to holds nothing.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+VARIABLE = "MAXBATCH_SUPERVISOR"
+"""Holds, in a process that a supervisor has started, what it is told (`Order`)."""
+MOST_TIME = 0.01
+"""Of the time copies may take."""
+SECOND_AFTER_STEPS = 10
+SLOTS = 2
+"""Copies that a process has of its own: one stays whole while the other is written."""
+Key = tuple[int, int, int]
+"""Of a copy: the generation and the step in which it was made, and the process that made it."""
+Read = Callable[[int, int], bytes]
+"""Reads bytes of a slot: (offset, count) → bytes."""
+_LENGTH_BYTES = 8
+_CONNECT_SECONDS = 20.0
+_LONGEST_ANSWER_BYTES = 1 << 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """A part of an array."""
+
+  start: tuple[int, ...]
+  stop: tuple[int, ...]
+  offset: int
+  """Bytes from the end of the header."""
+  nbytes: int
+  alone: bool
+  """Whether no process on another host has it too."""
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Elements along each dim."""
+    return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+  """What a slot holds."""
+
+  key: Key
+  record: dict[str, Any]
+  """Position, plan, notes and fingerprints, as of a checkpoint (checkpoints/record.py)."""
+  pieces: dict[str, list[Piece]]
+  """By the name of the array."""
+
+  @property
+  def data_bytes(self) -> int:
+    """Bytes of all pieces."""
+    return sum(piece.nbytes for pieces in self.pieces.values() for piece in pieces)
+
+  def encoded(self) -> bytes:
+    """Returns it as JSON."""
+    return json.dumps(dataclasses.asdict(self)).encode()
+
+  @classmethod
+  def decoded(cls, text: bytes) -> Self:
+    """Returns what `encoded` gave. Raises ValueError, KeyError or TypeError: it is something else."""
+    values = json.loads(text)
+    pieces = {
+      name: [
+        Piece(tuple(one["start"]), tuple(one["stop"]), one["offset"], one["nbytes"], one["alone"])
+        for one in each
+      ]
+      for name, each in values["pieces"].items()
+    }
+    generation, step, process = values["key"]
+    return cls((generation, step, process), values["record"], pieces)
+
+  def only_alone(self) -> Self:
+    """Returns the header of a copy that has the pieces alone which no other host has."""
+    kept = {
+      name: [piece for piece in pieces if piece.alone] for name, pieces in self.pieces.items()
+    }
+    offset, laid_out = 0, dict[str, list[Piece]]()
+    for name, pieces in kept.items():
+      laid_out[name] = []
+      for piece in pieces:
+        laid_out[name].append(dataclasses.replace(piece, offset=offset))
+        offset += piece.nbytes
+    return dataclasses.replace(self, pieces=laid_out)
+
+
+class Slot:
+  """A file in memory that holds one copy, or nothing."""
+
+  def __init__(self, descriptor: int | None = None) -> None:
+    """Takes an open file, or makes one. Raises OSError: there is no memory for it."""
+    self.descriptor = os.memfd_create("maxbatch") if descriptor is None else descriptor
+
+  def clear(self) -> None:
+    """Forgets what it holds, and gives its memory back."""
+    os.ftruncate(self.descriptor, 0)
+
+  def write(self, header: Header, pieces: Iterable[bytes | memoryview]) -> int:
+    """Writes a copy whose pieces come in the header's order; returns its bytes.
+
+    Raises:
+      OSError: there is not enough memory.
+    """
+    text = header.encoded()
+    offset = _LENGTH_BYTES + len(text)
+    os.pwrite(self.descriptor, bytes(_LENGTH_BYTES), 0)  # Nothing, until all is there.
+    _write(self.descriptor, memoryview(text), _LENGTH_BYTES)
+    for piece in pieces:
+      _write(self.descriptor, memoryview(piece), offset)
+      offset += len(piece)
+    os.ftruncate(self.descriptor, offset)
+    os.pwrite(self.descriptor, len(text).to_bytes(_LENGTH_BYTES, "little"), 0)
+    return offset
+
+  def read(self, offset: int, count: int) -> bytes:
+    """Returns so many bytes from the beginning of the file on; fewer at its end."""
+    parts = []
+    while count and (part := os.pread(self.descriptor, count, offset)):
+      parts.append(part)
+      offset, count = offset + len(part), count - len(part)
+    return b"".join(parts)
+
+  def header(self) -> Header | None:
+    """Returns what it holds; None: nothing, or nothing whole."""
+    return header_of(self.read)
+
+  @property
+  def made(self) -> tuple[int, int]:
+    """The generation and step in which its copy was made; lower than any where it holds nothing."""
+    header = self.header()
+    return header.key[:2] if header else (-1, -1)
+
+
+def _write(descriptor: int, content: memoryview, offset: int) -> None:
+  while content:
+    written = os.pwrite(descriptor, content, offset)
+    content, offset = content[written:], offset + written
+
+
+def header_of(read: Read) -> Header | None:
+  """Returns the header of a slot that `read` reads; None where there is none."""
+  length = int.from_bytes(read(0, _LENGTH_BYTES), "little")
+  if not length:
+    return None
+  try:
+    return Header.decoded(read(_LENGTH_BYTES, length))
+  except (ValueError, LookupError, TypeError):
+    return None
+
+
+def data_offset(read: Read) -> int:
+  """Returns where the pieces begin."""
+  return _LENGTH_BYTES + int.from_bytes(read(0, _LENGTH_BYTES), "little")
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+  """What a supervisor tells the training process that it starts."""
+
+  generation: int
+  process: int
+  domains: list[int]
+  """For each process the number of its host: hosts fail one by one."""
+  link: int
+  """File descriptor of a socket to the supervisor."""
+  slots: list[int]
+  """Of the files for this process's own copies."""
+  copy: list[int] | None
+  """Generation and step of the copy to resume from; None: the supervisors have none."""
+  sources: list[dict[str, Any]]
+  """Where its parts are, the nearest first: {"slot": descriptor} or {"address": HOST:PORT, "key": …}."""
+
+  @classmethod
+  def of_environment(cls, environment: Mapping[str, str]) -> Self | None:
+    """Returns what this process's supervisor has said; None where it has none."""
+    text = environment.get(VARIABLE)
+    return cls(**json.loads(text)) if text else None
+
+
+class Remote:
+  """Reads a slot of another supervisor."""
+
+  def __init__(self, address: str, key: Sequence[int]) -> None:
+    """Connects. Raises OSError: nobody answers there."""
+    host, _, port = address.rpartition(":")
+    self._key = list(key)
+    self._connection = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
+    self._file = self._connection.makefile("rb")
+
+  def __call__(self, offset: int, count: int) -> bytes:
+    """Returns so many bytes from an offset on. Raises OSError: the connection is broken."""
+    request = {"kind": "read", "key": self._key, "offset": offset, "count": count}
+    self._connection.sendall(json.dumps(request).encode() + b"\n")
+    return self._file.read(int(self._file.readline() or b"0"))
+
+
+class MemoryCopies:
+  """The copies of a training process: it writes its own, and reads all that its supervisor names."""
+
+  def __init__(self, order: Order, num_devices: int, period: int) -> None:
+    """Says how many devices this process has.
+
+    Args:
+      order: what its supervisor has said.
+      num_devices: of this process.
+      period: steps between copies; -1: as few as take MOST_TIME.
+    """
+    self._period, self._is_first = period, True
+    self.next_step = 1
+    """The step after which a copy is due, if it has been reached."""
+    self._order = order
+    self._own = [Slot(descriptor) for descriptor in order.slots]
+    self._sources = [dict(source) for source in order.sources]
+    self._opened: list[tuple[Header, Read, int]] = []
+    self._unsent = False
+    self._say({"kind": "devices", "count": num_devices})
+
+  @property
+  def step(self) -> int | None:
+    """The step after which the copy to resume from was made."""
+    return self._order.copy[1] if self._order.copy else None
+
+  def record(self) -> dict[str, Any]:
+    """Returns the record of that copy. Raises OSError: no source of it answers."""
+    return next(self._headers())[0].record
+
+  def read(self, name: str, index: Sequence[slice], shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Returns a part of an array of that copy, in memory of its own.
+
+    Args:
+      name: of the array.
+      index: of the part, a slice for each dim.
+      shape: of the whole array.
+      dtype: its dtype.
+
+    Raises:
+      OSError: a source does not answer, or part of it is nowhere.
+    """
+    bounds = [one.indices(size) for one, size in zip(index, shape, strict=True)]
+    low, high = [start for start, _, _ in bounds], [stop for _, stop, _ in bounds]
+    result = np.empty([max(0, b - a) for a, b in zip(low, high, strict=True)], dtype)
+    missing, seen = result.size, set[tuple[int, ...]]()
+    for header, read, begins in self._headers():
+      for piece in header.pieces.get(name, ()):
+        if not missing:
+          return result
+        first = [max(a, b) for a, b in zip(low, piece.start, strict=True)]
+        last = [min(a, b) for a, b in zip(high, piece.stop, strict=True)]
+        if piece.start in seen or any(a >= b for a, b in zip(first, last, strict=True)):
+          continue
+        seen.add(piece.start)
+        content = read(begins + piece.offset, piece.nbytes)
+        values = np.frombuffer(content, dtype).reshape(piece.shape)
+        to = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, low, strict=True))
+        of = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece.start, strict=True))
+        result[to] = values[of]
+        missing -= result[to].size
+    if missing:
+      raise OSError(f"{missing} elements of {name} are in no copy")
+    return result
+
+  def _headers(self) -> Iterator[tuple[Header, Read, int]]:
+    """Yields each source's header, how to read it, and where its pieces begin."""
+    yield from self._opened
+    while self._sources:
+      source = self._sources.pop(0)
+      read = (
+        Slot(source["slot"]).read if "slot" in source else Remote(source["address"], source["key"])
+      )
+      if header := header_of(read):
+        self._opened.append((header, read, data_offset(read)))
+        yield self._opened[-1]
+    if not self._opened:
+      raise OSError("the supervisors' copies are not there any more")
+
+  def plan_next(self, step: int, seconds: float, step_seconds: float) -> None:
+    """Chooses the step after which the next copy is due.
+
+    Args:
+      step: of the one that took `seconds`.
+      step_seconds: how long a step takes.
+    """
+    period = max(1, math.ceil(seconds / step_seconds / MOST_TIME))
+    # The first one of a start compiles what it needs.
+    period = min(period, SECOND_AFTER_STEPS) if self._is_first else period
+    self._is_first = False
+    self.next_step = step + (self._period if self._period > 0 else period)
+
+  def await_sent(self) -> None:
+    """Waits until the last copy is where it is safe. Raises OSError: the supervisor is gone."""
+    if self._unsent:
+      self._unsent = False
+      if not os.read(self._order.link, _LONGEST_ANSWER_BYTES):
+        raise OSError("the supervisor has ended")
+
+  def write(self, record: dict[str, Any], leaves: Mapping[str, Any]) -> int:
+    """Writes this process's part of a copy, in the place of the copy before the last; its bytes.
+
+    All processes must have come through `await_sent` since the last one.
+
+    Args:
+      record: as of a checkpoint of the state.
+      leaves: its jax arrays, by name.
+
+    Raises:
+      OSError: there is not enough memory.
+    """
+    pieces, arrays, offset = dict[str, list[Piece]](), [], 0
+    for name, leaf in leaves.items():
+      shared, pieces[name] = self._holders(leaf), []
+      for start, stop, data in _parts(leaf):
+        alone = len(shared.get(start, ())) < 2
+        pieces[name].append(Piece(start, stop, offset, data.nbytes, alone))
+        arrays.append(data)
+        offset += data.nbytes
+    header = Header((self._order.generation, record["step"], self._order.process), record, pieces)
+    slot = min(self._own, key=lambda slot: slot.made)
+    written = slot.write(header, (_bytes(np.asarray(data)) for data in arrays))
+    self._say({"kind": "copied", "step": record["step"], "slot": slot.descriptor})
+    self._unsent = True
+    return written
+
+  def _say(self, said: Mapping[str, Any]) -> None:
+    os.write(self._order.link, json.dumps(said).encode() + b"\n")
+
+  def _holders(self, leaf: Any) -> dict[tuple[int, ...], set[int]]:
+    """Returns the hosts that have each part of an array, by where the part begins."""
+    result: dict[tuple[int, ...], set[int]] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+      start = tuple(one.indices(size)[0] for one, size in zip(index, leaf.shape, strict=True))
+      result.setdefault(start, set()).add(self._order.domains[device.process_index])
+    return result
+
+
+def _parts(leaf: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Any]]:
+  """Yields the different parts of an array that this process's devices have: start, stop, data."""
+  seen = set[tuple[int, ...]]()
+  for shard in leaf.addressable_shards:
+    bounds = [one.indices(size) for one, size in zip(shard.index, leaf.shape, strict=True)]
+    start = tuple(first for first, _, _ in bounds)
+    if start not in seen:
+      seen.add(start)
+      yield start, tuple(last for _, last, _ in bounds), shard.data
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+  return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def missing_elements(headers: Sequence[Header]) -> int:
+  """Returns how many elements of a state's arrays are in none of these copies of it."""
+  if not headers:
+    return 1
+  missing = 0
+  for name, leaf in headers[0].record["leaves"].items():
+    parts = {piece.start: piece for header in headers for piece in header.pieces.get(name, ())}
+    there = sum(int(np.prod(piece.shape, dtype=np.int64)) for piece in parts.values())
+    missing += int(np.prod(leaf["shape"], dtype=np.int64)) - there
+  return missing
+
+
+_own: list[MemoryCopies] = []
+"""Those of this process, once it has joined the others."""
+
+
+def open_copies(num_devices: int, period: int) -> None:
+  """Opens the copies that this process's supervisor keeps, if it has one; arguments of MemoryCopies."""
+  order = Order.of_environment(os.environ)
+  if order and not _own:
+    _own.append(MemoryCopies(order, num_devices, period))
+
+
+def own_copies() -> MemoryCopies | None:
+  """Returns them; None where no supervisor has started this process."""
+  return _own[0] if _own else None

@@ -1,0 +1,363 @@
+"""Who of a run's supervisors decides: which hosts train, from which copy, and when all start again.
+
+The leader admits supervisors that join it, and calls at those that are missing, so that a host which
+comes back is in the run again. A generation is one start of the training processes. It is claimed by
+making a file in the run's folder, which only one of two halves of a divided network can do.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import ipaddress
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from maxbatch.config.schema import Config
+from maxbatch.core.keys import counted
+from maxbatch.errors import EXIT_DIVERGED, EXIT_PROCESS_FAILED, EXIT_ROWS, EXIT_USER_ERROR
+from maxbatch.hardware.messages import GONE, Connection, Message, address_of, connect, spawn
+from maxbatch.hardware.restarts import Place, choose_hosts, headers_of, how_ended, newest_copy
+from maxbatch.run_folder.events import FAULT, JOINED, RESTART, EventLog
+from maxbatch.run_folder.paths import RunFolder
+
+_FINAL = (0, EXIT_USER_ERROR, EXIT_DIVERGED, EXIT_ROWS)
+"""Exit codes of training processes that another start would not change."""
+_PINGS_PER_LIMIT = 8
+_TICK_SECONDS = 0.2
+_HOUR_SECONDS = 3600.0
+_LAST_WORDS_SECONDS = 5.0
+
+
+@dataclasses.dataclass
+class _Member:
+  """A supervisor that follows."""
+
+  about: Message
+  connection: Connection
+  copied: int = 0
+  """The step of the last copy that its training process has made."""
+  is_lost: bool = False
+
+
+class Leader:
+  """Decides for all, from `run` to `resign`."""
+
+  def __init__(self, place: Place, config: Config) -> None:
+    """Takes what this supervisor knows of the run."""
+    keys = config.distributed
+    self._place, self._config = place, config
+    self._limit = float(keys.jax_distributed_heartbeat_timeout_seconds)
+    self._patience = float(keys.jax_distributed_initialization_timeout)
+    self.leads = True
+    self._members = dict[int, _Member]()
+    self._dead = set[int]()
+    self._happened = asyncio.Queue[tuple[int, Message]]()
+    self._tasks = set[asyncio.Task[Any]]()
+    self._restarts = collections.deque[float]()
+    # A new leader comes after the loss of another, or of hosts that have been cut off.
+    self._fault_time = time.monotonic() if place.generation else None
+    self._is_new, self._was_silent = True, False
+
+  def resign(self) -> None:
+    """Stops deciding."""
+    self.leads = False
+    for task in self._tasks:
+      task.cancel()
+    for member in self._members.values():
+      member.connection.close()
+
+  async def admit(self, message: Message, connection: Connection) -> None:
+    """Takes in a supervisor that joins."""
+    own = int(message["process"])
+    if before := self._members.get(own):
+      before.connection.close()
+    self._dead.discard(own)
+    await connection.send({"kind": "welcome"})
+    self._members[own] = _Member(message, connection)
+    for each in self._there():
+      await self._send(each, {"kind": "table", "table": self._table_for(each)})
+    self._spawn(self._hear(own, self._members[own]))
+    self._happened.put_nowait((own, {"kind": "joined"}))
+
+  async def run(self) -> None:
+    """Starts one generation after the other, until the run ends or this supervisor leads no more."""
+    self._spawn(self._ping())
+    self._spawn(self._call_missing())
+    while True:
+      if not await self._stop_all():
+        return await self._end(EXIT_PROCESS_FAILED)
+      for own in set(self._place.members) - set(self._there()) if self._is_new else ():
+        self._say(FAULT, f"process {own}: its supervisor is gone", process=own)
+      used, reason = await self._choose()
+      if not used:
+        self._say(FAULT, f"cannot go on: {reason}")
+        return await self._end(EXIT_PROCESS_FAILED)
+      if not self._claim():
+        print("elastic: other hosts of this run go on; waiting for them", flush=True)
+        return await self._send_all({"kind": "look"})
+      await self._start(used, self._newest_copy())
+      code = await self._watch(used)
+      if code is not None:
+        return await self._end(code)
+
+  # Whom it hears.
+
+  def _there(self) -> list[int]:
+    return sorted(own for own, member in self._members.items() if not member.is_lost)
+
+  async def _hear(self, own: int, member: _Member) -> None:
+    """Puts what a supervisor says among what happened."""
+    try:
+      while True:
+        message = await member.connection.receive(self._limit)
+        if message["kind"] == "stopped":
+          member.about |= message
+        self._happened.put_nowait((own, message))
+    except TimeoutError:
+      text, self._was_silent = f"has given no sign of life for {self._limit:g} s", True
+    except GONE:
+      text = "has ended"
+    if not member.is_lost and self._members.get(own) is member:
+      self._happened.put_nowait((own, {"kind": "lost", "text": f"its supervisor {text}"}))
+    member.is_lost = True
+    member.connection.close()
+
+  async def _send(self, own: int, message: Message) -> None:
+    with contextlib.suppress(OSError):
+      await self._members[own].connection.send(message)
+
+  async def _send_all(self, message: Message) -> None:
+    for own in self._there():
+      await self._send(own, message)
+
+  async def _ping(self) -> None:
+    while True:
+      await self._send_all({"kind": "ping"})
+      await asyncio.sleep(self._limit / _PINGS_PER_LIMIT)
+
+  async def _call_missing(self) -> None:
+    """Calls at supervisors that were part of the run once, and are not there."""
+    while True:
+      for own, address in list(self._place.table.items()):
+        if own not in (*self._there(), self._place.own):
+          await self._call(own, address)
+      await asyncio.sleep(_TICK_SECONDS)
+
+  async def _call(self, own: int, address: str) -> None:
+    said = {"kind": "lead", "port": self._place.port, "generation": self._place.generation}
+    try:
+      connection = await connect(address, self._limit / _PINGS_PER_LIMIT)
+      await connection.send(said)
+      connection.close()
+    except ConnectionRefusedError:
+      self._dead.add(own)
+    except OSError:  # Silent, which says nothing.
+      self._dead.discard(own)
+
+  def _address_for(self, receiver: int, own: int, port: int = 0) -> str:
+    """Returns where one supervisor reaches another, or a port beside it, as far as the leader sees."""
+    connection = self._members[own].connection
+    host = connection.host
+    if ipaddress.ip_address(host).is_loopback:  # It is on the leader's host.
+      host = self._members[receiver].connection.own_host
+    return address_of(host, port or self._members[own].about["port"])
+
+  def _table_for(self, receiver: int) -> dict[str, str]:
+    known = {str(own): address for own, address in self._place.table.items()}
+    return known | {str(own): self._address_for(receiver, own) for own in self._there()}
+
+  # Before a generation.
+
+  async def _stop_all(self) -> bool:
+    """Has the training processes end, and waits for all supervisors that may be there.
+
+    Returns whether the run may go on: it begins with all of its processes, or not at all.
+    """
+    asked, stopped, began = set[int](), set[int](), time.monotonic()
+    if self._was_silent:  # Whoever is cut off ends its process soon after the leader misses it.
+      await asyncio.sleep(self._limit / 4)
+      self._was_silent = False
+    while True:
+      for own in set(self._there()) - asked:
+        asked.add(own)
+        await self._send(own, {"kind": "stop"})
+      there, waited = set(self._there()), time.monotonic() - began
+      known = [self._members[own].about["generation"] for own in there]
+      self._place.generation = max([self._place.generation, *known])
+      if there and there <= stopped and self._all_came(there, waited):
+        return True
+      if not self._place.generation and waited > self._patience:
+        missing = sorted(set(range(self._place.num)) - there)
+        self._say(
+          FAULT,
+          f"process {', '.join(map(str, missing))} did not come within "
+          f"jax_distributed_initialization_timeout={self._patience:g} seconds",
+        )
+        return False
+      with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_TICK_SECONDS):
+          own, message = await self._happened.get()
+          if message["kind"] == "stopped":
+            stopped.add(own)
+          elif message["kind"] == "joined":
+            asked.discard(own)
+            stopped.discard(own)
+
+  def _all_came(self, there: set[int], waited: float) -> bool:
+    if not self._place.generation:
+      return len(there) == self._place.num
+    missing = set(self._place.members) - there - self._dead
+    return not self._is_new or not missing or waited > self._limit
+
+  async def _choose(self) -> tuple[list[int], str]:
+    """Returns who trains; nobody, and why, where too few have come in time."""
+    began = time.monotonic()
+    while True:
+      used, reason = choose_hosts(self._config, self._place.num, self._there(), self._devices())
+      if used or time.monotonic() - began > self._patience:
+        return used, reason
+      await asyncio.sleep(_TICK_SECONDS)
+
+  def _devices(self) -> int:
+    """Returns the devices of each process; 0: not known yet."""
+    simulated = self._config.mesh.num_simulated_devices
+    known = [self._members[own].about["devices"] for own in self._there()]
+    return simulated // self._place.num if simulated > 0 else max(known, default=0)
+
+  def _claim(self) -> bool:
+    """Claims the next generation in the run's folder; whether no other part of the run has."""
+    folder = RunFolder.of(self._config.run).generations
+    folder.mkdir(parents=True, exist_ok=True)
+    claimed = max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
+    missing = set(self._place.members) - set(self._there()) - self._dead
+    following = (self._place.generation if missing else claimed) + 1
+    try:
+      os.close(os.open(folder / str(following), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+      return False
+    self._place.generation = following
+    return True
+
+  def _newest_copy(self) -> tuple[int, int]:
+    return newest_copy([self._members[own].about for own in self._there()])
+
+  async def _start(self, used: list[int], copy: tuple[int, int]) -> None:
+    """Starts the training processes of a generation."""
+    there, count = self._there(), len(used)
+    self._note_start(used, copy)
+    keys = {"skip_jax_distributed_system": "true"} if self._place.num > 1 else {}
+    if count > 1:
+      port = self._members[used[0]].about["free_port"]
+      seen = {self._address_for(other, used[0], port) for other in used[1:]}
+      address = next((one for one in sorted(seen) if not one.startswith("127.")), min(seen))
+      keys = {"coordinator_address": address, "num_processes": str(count)}
+    if self._config.mesh.num_simulated_devices > 0:
+      keys["num_simulated_devices"] = str(self._devices() * count)
+    hosts = [self._members[own].connection.host for own in used]
+    alike = len(set(hosts)) == 1
+    domains = [number if alike else hosts.index(host) for number, host in enumerate(hosts)]
+    shared = {"kind": "start", "generation": self._place.generation, "copy": list(copy)}
+    self._is_new, self._place.members = False, there
+    for own in there:
+      message: Message = shared | {"members": there, "next": ""}
+      if own in used:
+        number = used.index(own)
+        ring = [used[one] for one in (*range(number + 1, count), *range(number))]
+        safe = [one for one in ring if domains[used.index(one)] != domains[number]]
+        message["next"] = self._address_for(own, safe[0]) if safe else ""
+        message["keys"] = keys | ({"process_id": str(number)} if count > 1 else {})
+        message["order"] = {
+          "generation": self._place.generation,
+          "process": number,
+          "domains": domains,
+          "copy": list(copy) if copy[1] else None,
+          "sources": [
+            {"address": self._address_for(own, one), "key": list(header.key)}
+            for one in there
+            for header in headers_of(self._members[one].about)
+            if header.key[:2] == copy
+          ],
+        }
+      self._members[own].copied = copy[1]
+      await self._send(own, message)
+
+  def _note_start(self, used: list[int], copy: tuple[int, int]) -> None:
+    if self._fault_time is None:
+      return
+    down, self._fault_time = time.monotonic() - self._fault_time, None
+    source = f"the copy of step {copy[1]} in memory" if copy[1] else "storage"
+    spare = [own for own in self._there() if own not in used]
+    self._restarts.append(time.monotonic())
+    self._say(
+      RESTART,
+      f"start {self._place.generation} with {counted(len(used), 'process', 'processes')} "
+      f"({', '.join(map(str, used))}) from {source}, {down:.1f} s after the fault",
+      processes=used,
+      spare=spare,
+      step=copy[1],
+      source="memory" if copy[1] else "storage",
+      down_seconds=round(down, 3),
+    )
+
+  # While it trains.
+
+  async def _watch(self, used: Sequence[int]) -> int | None:
+    """Returns the exit code of the run; None: all are to be started again."""
+    ended, has_joined = dict[int, int](), False
+    while True:
+      own, message = await self._happened.get()
+      kind = message["kind"]
+      if kind == "ended" and message["generation"] == self._place.generation:
+        ended[own] = message["code"]
+        if message["code"] in _FINAL:
+          if len(ended) == len(used) or message["code"]:
+            await asyncio.sleep(_LAST_WORDS_SECONDS if len(ended) < len(used) else 0)
+            return max(ended.values())
+        elif not self._fault(own, how_ended(message["code"])):
+          return EXIT_PROCESS_FAILED
+        else:
+          return None
+      elif kind == "lost":
+        if own in used and not self._fault(own, message["text"]):
+          return EXIT_PROCESS_FAILED
+        if own in used:
+          return None
+      elif kind == "joined" and own not in used:
+        has_joined = True
+      elif kind == "copied":
+        self._members[own].copied = message["step"]
+      alike = {self._members[one].copied for one in used}
+      if has_joined and kind == "copied" and len(alike) == 1:
+        has_joined = False
+        wider, _ = choose_hosts(self._config, self._place.num, self._there(), self._devices())
+        if len(wider) > len(used):
+          self._fault_time = time.monotonic()
+          self._say(JOINED, f"process {own} is back", processes=wider)
+          return None
+
+  def _fault(self, own: int, text: str) -> bool:
+    """Takes note of a fault; whether all may start again."""
+    now = self._fault_time = time.monotonic()
+    self._say(FAULT, f"process {own}: {text}", process=own)
+    while self._restarts and now - self._restarts[0] > _HOUR_SECONDS:
+      self._restarts.popleft()
+    most = self._config.distributed.max_restarts_per_hour
+    if len(self._restarts) < most:
+      return True
+    self._say(FAULT, f"not started again: max_restarts_per_hour={most} are used up")
+    return False
+
+  async def _end(self, code: int) -> None:
+    await self._send_all({"kind": "end", "code": code})
+
+  def _say(self, kind: str, text: str, **facts: Any) -> None:
+    """Prints a decision, and appends it to the run's events."""
+    print(f"elastic: {text}", flush=True)
+    with contextlib.suppress(OSError), EventLog(RunFolder.of(self._config.run).path) as events:
+      events.note(kind, text=text, generation=self._place.generation, **facts)
+
+  def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    spawn(self._tasks, work)

@@ -1,0 +1,386 @@
+"""Keeps a run going when processes or hosts of it die: `maxbatch train … elastic=true` becomes this.
+
+One supervisor runs on each host, beside no jax. It starts this host's training process, keeps the copies
+of its state in memory (hardware/copies.py), and starts it again. All supervisors follow one leader
+(hardware/leader.py), which is process 0's at first, and the lowest that is there when that one is gone;
+the leader follows itself too, so what a supervisor does is all here.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.errors import EXIT_PROCESS_FAILED, EXIT_USER_ERROR, UserError
+from maxbatch.hardware.copies import SLOTS, VARIABLE, Header, Slot, data_offset
+from maxbatch.hardware.leader import Leader
+from maxbatch.hardware.messages import (
+  GONE,
+  LONGEST_LINE_BYTES,
+  Connection,
+  Message,
+  address_of,
+  connect,
+  spawn,
+  split_address,
+)
+from maxbatch.hardware.restarts import Place
+
+_PAUSE_SECONDS = 0.3
+_PIECE_BYTES = 1 << 22
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PLACED = ("coordinator_address", "num_processes", "process_id")
+"""Keys of the training process that its supervisor gives, or leaves out."""
+
+
+class Supervisor:
+  """This host's part."""
+
+  def __init__(self, config: Config, command: Sequence[str]) -> None:
+    """Takes the command line of the training process, without the interpreter."""
+    keys = config.distributed
+    self._config, self._command = config, list(command)
+    self._limit = float(keys.jax_distributed_heartbeat_timeout_seconds)
+    self._patience = float(keys.jax_distributed_initialization_timeout)
+    self.place = Place(max(keys.process_id, 0), max(keys.num_processes, 1))
+    self._first = keys.coordinator_address
+    self._own, self._others = [Slot() for _ in range(SLOTS)], list[Slot]()
+    self._child: asyncio.subprocess.Process | None = None
+    self._link: Connection | None = None
+    self._leader: Leader | None = None
+    self._up: Connection | None = None
+    self._called = ""
+    self._devices = 0
+    self._tasks = set[asyncio.Task[Any]]()
+
+  async def run(self) -> int:
+    """Supervises until the run ends; returns the exit code."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+      loop.add_signal_handler(number, self._signalled, number)
+    _, port = split_address(self._first) if self._first else ("", 0)
+    port = port + self.place.own if port else 0
+    try:
+      server = await asyncio.start_server(
+        self._serve, "" if self._first else "127.0.0.1", port, limit=LONGEST_LINE_BYTES
+      )
+    except OSError as error:
+      print(
+        f"error: coordinator_address={self._first} elastic=true: the supervisor of process "
+        f"{self.place.own} listens on port {port}, so many above process 0's, and cannot "
+        f"({error.strerror}); choose another port",
+        file=sys.stderr,
+      )
+      return EXIT_USER_ERROR
+    self.place.port = server.sockets[0].getsockname()[1]
+    if self._first:
+      self.place.table[0] = self._first
+    try:
+      while True:
+        code = await self._follow(await self._find_leader())
+        if code is not None:
+          return code
+    except UserError as error:
+      print(f"error: {error}", file=sys.stderr, flush=True)
+      return EXIT_PROCESS_FAILED
+    finally:
+      await self._kill()
+      server.close()
+
+  def _signalled(self, number: signal.Signals) -> None:
+    """Hands a signal on to the training process; without one, ends at once."""
+    if self._child is None or self._child.returncode is not None:
+      os._exit(128 + number)
+    self._child.send_signal(number)
+
+  # Who leads.
+
+  async def _find_leader(self) -> Connection:
+    """Returns the connection to the leader, which may be this supervisor itself."""
+    began = asyncio.get_running_loop().time()
+    dead = set[int]()
+    while True:
+      waited = asyncio.get_running_loop().time() - began
+      if self._called:
+        address, self._called = self._called, ""
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+          if found := await self._join(address):
+            return found
+      if self.place.own in self.place.members:
+        candidates = [one for one in self.place.members if one < self.place.own]
+      else:  # It has never been part of the run, or not of what it is now.
+        candidates = [one for one in self.place.table if one != self.place.own]
+      for one in candidates:
+        try:
+          if found := await self._join(self.place.table[one]):
+            return found
+        except ConnectionRefusedError:
+          dead.add(one)
+        except (TimeoutError, OSError):
+          if waited > self._limit:
+            dead.add(one)
+      if self._may_lead(candidates, dead):
+        self._leader = Leader(self.place, self._config)
+        self._spawn(self._leader.run())
+        found = await self._join(f"127.0.0.1:{self.place.port}")
+        assert found is not None
+        return found
+      if not self.place.members and waited > self._patience:
+        raise UserError(
+          f"no supervisor of the run answers at {self._first} within "
+          f"jax_distributed_initialization_timeout={self._patience:g} seconds; process 0's host must be "
+          "there when the run starts"
+        )
+      await asyncio.sleep(_PAUSE_SECONDS)
+
+  def _may_lead(self, candidates: Sequence[int], dead: set[int]) -> bool:
+    if not self.place.members:
+      return self.place.own == 0
+    return self.place.own in self.place.members and dead.issuperset(candidates)
+
+  async def _join(self, address: str) -> Connection | None:
+    """Returns the connection to who leads at an address, or where that one says; None: not yet."""
+    for _ in range(2):
+      connection = await connect(address, self._limit)
+      await connection.send({"kind": "join", **self._about()})
+      answer = await connection.receive(self._limit)
+      if answer.get("kind") == "welcome":
+        return connection
+      connection.close()
+      address = str(answer.get("to") or "")
+      if not address:
+        return None
+    return None
+
+  def _about(self) -> Message:
+    """Returns what a leader must know of this supervisor."""
+    with socket.socket() as free:
+      free.bind(("", 0))
+      port = free.getsockname()[1]
+    return {
+      "process": self.place.own,
+      "host": socket.gethostname(),
+      "port": self.place.port,
+      "free_port": port,
+      "generation": self.place.generation,
+      "lineage": self.place.lineage,
+      "devices": self._devices,
+      "copies": [json.loads(header.encoded()) for header, _ in self._held()],
+    }
+
+  def _held(self) -> list[tuple[Header, Slot]]:
+    slots = [*self._own, *self._others]
+    return [(header, slot) for slot in slots if (header := slot.header())]
+
+  # What others ask.
+
+  async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    connection = Connection(reader, writer)
+    with contextlib.suppress(*GONE):
+      message = await connection.receive()
+      kind = message.get("kind")
+      if kind == "join" and self._leader and self._leader.leads:
+        await self._leader.admit(message, connection)
+        return
+      if kind == "join":
+        following = self._up.address if self._up and not self._leader else ""
+        await connection.send({"kind": "elsewhere", "to": following})
+      elif kind == "lead" and (not self._up or message["generation"] > self.place.generation):
+        self._called = address_of(connection.host, message["port"])
+        if self._up:  # It has found another leader, which the run has gone on without.
+          self._up.close()
+      elif kind == "put":
+        await self._keep(message, connection)
+      while kind == "read":
+        await self._answer_read(message, connection)
+        message = await connection.receive()
+        kind = message.get("kind")
+    connection.close()
+
+  async def _answer_read(self, message: Message, connection: Connection) -> None:
+    slot = self._slot_of(tuple(message["key"]))
+    content = slot.read(message["offset"], message["count"]) if slot else b""
+    await connection.send_bytes(f"{len(content)}\n".encode() + content)
+
+  def _slot_of(self, key: tuple[int, ...]) -> Slot | None:
+    return next((slot for header, slot in self._held() if header.key == key), None)
+
+  async def _keep(self, message: Message, connection: Connection) -> None:
+    """Takes another host's part of a copy."""
+    header, failure = Header.decoded(json.dumps(message["header"]).encode()), ""
+    content = await connection.receive_bytes(header.data_bytes)
+    if header.key[0] == self.place.generation:
+      # Whoever sends a copy knows that the one before is whole, and the one before that not needed.
+      for older in sorted(self._others, key=lambda slot: slot.made)[: 1 - SLOTS]:
+        older.clear()
+      empty = next((slot for slot in self._others if slot.header() is None), None)
+      try:
+        slot = empty or Slot()
+        slot.write(header, [content])
+        self._others += [] if empty else [slot]
+      except OSError as error:
+        failure = str(error)
+    await connection.send({"kind": "kept", "failure": failure})
+
+  # What the leader says.
+
+  async def _follow(self, leader: Connection) -> int | None:
+    """Obeys a leader until the run ends, whose exit code it returns; None: the leader is gone."""
+    self._up = leader
+    try:
+      while True:
+        message = await leader.receive(self._limit)
+        if message["kind"] == "end":
+          await self._kill()
+          return int(message["code"])
+        if message["kind"] == "look":
+          return None
+        await self._obey(message, leader)
+    except GONE:
+      return None
+    finally:
+      self._up = None
+      leader.close()
+      await self._kill()
+      if self._leader:
+        self._leader.resign()
+        self._leader = None
+
+  async def _obey(self, message: Message, leader: Connection) -> None:
+    if message["kind"] == "table":
+      self.place.table = {int(one): where for one, where in message["table"].items()}
+    elif message["kind"] == "stop":
+      await self._kill()
+      await leader.send({"kind": "stopped", **self._about()})
+    elif message["kind"] == "start":
+      self.place.generation, self.place.lineage = message["generation"], message["copy"]
+      self.place.members = message["members"]
+      self._drop(message["copy"])
+      await self._start(message, leader)
+    elif message["kind"] == "ping":
+      await leader.send({"kind": "pong"})
+
+  def _drop(self, copy: list[int]) -> None:
+    """Forgets all copies but one: the training takes another course from there."""
+    for header, slot in self._held():
+      if list(header.key[:2]) != copy:
+        slot.clear()
+
+  # The training process.
+
+  async def _start(self, message: Message, leader: Connection) -> None:
+    """Starts the training process, if this host has a part in this generation."""
+    order, keys = message.get("order"), message.get("keys", {})
+    if order is None:
+      return
+    ours, its = socket.socketpair()
+    order |= {"link": its.fileno(), "slots": [slot.descriptor for slot in self._own]}
+    order["sources"] = [self._nearest(source) for source in order["sources"]]
+    order["sources"].sort(key=lambda source: "slot" not in source)
+    held = [slot.descriptor for _, slot in self._held()]
+    arguments = [one for one in self._command if one.partition("=")[0] not in {*_PLACED, *keys}]
+    arguments += [f"{key}={value}" for key, value in keys.items()]
+    with its:
+      self._child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *arguments,
+        pass_fds=sorted({its.fileno(), *order["slots"], *held}),
+        env=os.environ | {VARIABLE: json.dumps(order)},
+        preexec_fn=_end_with_parent,
+      )
+    self._link = Connection(*await asyncio.open_connection(sock=ours, limit=LONGEST_LINE_BYTES))
+    self._spawn(self._listen(self._link, message["next"], leader))
+    self._spawn(self._await_end(self._child, message["generation"], leader))
+
+  def _nearest(self, source: dict[str, Any]) -> dict[str, Any]:
+    slot = self._slot_of(tuple(source["key"]))
+    return {"slot": slot.descriptor} if slot else source
+
+  async def _await_end(
+    self, child: asyncio.subprocess.Process, generation: int, leader: Connection
+  ) -> None:
+    code = await child.wait()
+    if self._child is not child:
+      return  # It was to end.
+    with contextlib.suppress(OSError):
+      await leader.send({"kind": "ended", "code": code, "generation": generation})
+
+  async def _listen(self, link: Connection, neighbour: str, leader: Connection) -> None:
+    """Hears of the training process's copies, and sends what others lack to the next host."""
+    with contextlib.suppress(*GONE):
+      while True:
+        message = await link.receive()
+        if message["kind"] == "devices":
+          self._devices = message["count"]
+          continue
+        slot = next(one for one in self._own if one.descriptor == message["slot"])
+        failure = await self._send_on(slot, neighbour)
+        if failure:
+          print(
+            f"elastic: no copy of step {message['step']} on another host: {failure}", flush=True
+          )
+        await link.send({"kind": "sent"})
+        await leader.send({"kind": "copied", "step": message["step"]})
+
+  async def _send_on(self, slot: Slot, neighbour: str) -> str:
+    """Sends what no other host has to the next one; returns why it could not."""
+    header = slot.header()
+    if header is None or not neighbour:
+      return ""
+    kept = header.only_alone()
+    if not kept.data_bytes:
+      return ""
+    begins, whole = data_offset(slot.read), header.pieces.items()
+    try:
+      connection = await connect(neighbour, self._limit)
+      await connection.send({"kind": "put", "header": json.loads(kept.encoded())})
+      for piece in (piece for _, pieces in whole for piece in pieces if piece.alone):
+        for offset in range(0, piece.nbytes, _PIECE_BYTES):
+          size = min(_PIECE_BYTES, piece.nbytes - offset)
+          await connection.send_bytes(slot.read(begins + piece.offset + offset, size))
+      answer = await connection.receive()
+      connection.close()
+    except GONE as error:
+      return str(error) or type(error).__name__
+    return str(answer["failure"])
+
+  async def _kill(self) -> None:
+    """Ends the training process, whatever it does."""
+    child, self._child = self._child, None
+    if child is not None and child.returncode is None:
+      with contextlib.suppress(ProcessLookupError):
+        child.kill()
+      await child.wait()
+    if self._link:
+      self._link.close()
+      self._link = None
+
+  def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    spawn(self._tasks, work)
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def _end_with_parent() -> None:
+  """Has the kernel end this process when its parent is no more, where it is Linux."""
+  if sys.platform == "linux":
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(command: Sequence[str]) -> int:
+  """Supervises the training process of a command line, without the interpreter; its exit code."""
+  config = load_config([one for one in command if "=" in one and not one.startswith("-")])
+  return asyncio.run(Supervisor(config, command).run())
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""elastic=true with real processes, of which each stands for a host: killed ones, and hosts that come back.
+
+scripts/soak_hosts.py does this at random.
+"""
+
+import importlib
+import pathlib
+import random
+import signal
+import sys
+import time
+from typing import Any
+
+import pytest
+from processes import REPOSITORY, environment
+
+from maxbatch.run_folder.metrics import read_metrics
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+# By name, for type checkers do not look there.
+soak: Any = importlib.import_module("soak_hosts")
+STEPS = ("steps=120", "checkpoint_period=1000", "ici_fsdp_parallelism=-1", "ici_data_parallelism=1")
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setattr(soak, "QUICK_START", environment())
+
+
+def is_supervisor(pid: int) -> bool:
+  """Returns whether a process that the cluster has started has become a supervisor."""
+  return b"hardware.supervisor" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def start(folder, name: str, hosts: int, *keys: str):
+  return soak.Run(folder, name, hosts, [*STEPS, *keys])
+
+
+def test_a_run_goes_on_when_process_0_is_killed_and_when_its_host_goes_and_comes_back(tmp_path):
+  """Two hosts with half of the state each. Until a host goes, bit for bit; then within 1e-5."""
+  undisturbed = start(tmp_path, "undisturbed", 1, "num_simulated_devices=2")
+  run = start(tmp_path, "run", 2)
+  try:
+    assert undisturbed.wait() == [0], undisturbed.said()
+    assert run.wait_for(lambda: run.step() >= 12), run.said()
+    soak.Fault(run, [0], random.Random(0)).process_dies()
+    assert run.wait_for(lambda: run.events("restart")), run.said()
+    (restart,) = run.events("restart")
+    assert restart["processes"] == [0, 1]
+    assert restart["source"] == "memory"
+    assert restart["step"] >= 12 - 2 * soak.COPY_PERIOD
+    killed = run.step()
+    assert run.wait_for(lambda: run.step() >= killed + 12), run.said()
+    exact = run.events("restart")[-1]["step"]
+    run.supervisors[0].kill()
+    run.supervisors[0].wait()
+    assert run.wait_for(lambda: len(run.events("restart")) > 1 and run.training(1)), run.said()
+    left = run.training(1)
+    soak.send(left, signal.SIGSTOP)  # It would end before the other is there.
+    run.supervisors[0] = run.start(0)
+    assert run.wait_for(lambda: is_supervisor(run.supervisors[0].pid)), run.said()
+    time.sleep(2)
+    soak.send(left, signal.SIGCONT)
+    assert run.wait() == [0, 0], run.said()
+  finally:
+    run.kill()
+    undisturbed.kill()
+  alone = run.events("restart")[1]
+  assert (alone["processes"], alone["source"]) == ([1], "memory")
+  assert run.events("joined"), run.said()
+  assert run.events("restart")[-1]["processes"] == [0, 1]
+  assert not soak.compare(run, undisturbed, exact=False)
+  ours, theirs = (read_metrics(each.path) for each in (run, undisturbed))
+  pairs = [(a["loss"], b["loss"]) for a, b in zip(ours, theirs, strict=True) if "loss" in a]
+  assert all(a == b for a, b in pairs[:exact])
+
+
+def test_a_run_that_fails_again_and_again_ends(tmp_path):
+  run = start(tmp_path, "run", 1, "max_restarts_per_hour=0", "num_simulated_devices=1")
+  try:
+    assert run.wait_for(lambda: run.step() >= 3), run.said()
+    soak.Fault(run, [0], random.Random(0)).process_dies()
+    assert run.wait() == [4]
+  finally:
+    run.kill()
+  texts = [event["text"] for event in run.events("fault")]
+  assert texts[0].endswith("was ended by SIGKILL")
+  assert "max_restarts_per_hour=0" in texts[1]
+
+
+def test_a_mistake_of_the_user_ends_the_run_at_once(tmp_path):
+  run = start(tmp_path, "run", 1, "num_simulated_devices=1", "ici_fsdp_parallelism=7")
+  assert run.wait() == [2]
+  assert not run.events("restart")
+  assert "ici_fsdp_parallelism" in run.said()
