@@ -3,13 +3,14 @@
 import json
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 import pytest
-from support import SMALLEST, stop_at
+from support import SMALLEST, config, stop_at
 
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.checkpoints import reading
 from maxbatch.checkpoints.find import newest_record
 from maxbatch.checkpoints.fingerprint import fingerprints
@@ -20,6 +21,7 @@ from maxbatch.modes.initialization import saving_frozen
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import load_config, main
+from maxbatch.training.build import build_trainer
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 
@@ -307,3 +309,18 @@ def test_a_checkpoint_from_before_these_keys_resumes(text, folder, capsys):
   given = arguments(text, folder, "base", steps=5)
   assert "trainable is (absent) in the checkpoint" in refused(capsys, [*given, "trainable=[head]"])
   assert main(given) == 0
+
+
+@pytest.mark.usefixtures("optimized")
+def test_what_compiles_a_beginning_in_half_the_time_gives_the_same_bits():
+  settings = config(batch_size=8)
+  plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 2))
+  trainer = build_trainer(settings, plan, jax.devices()[:2])
+  create, key = cast(Any, trainer._create), jax.random.key(3)
+  lowered = create.lower(key)
+  quick, usual = (
+    jax.tree.leaves(lowered.compile(compiler_options=options)(key).parameters)
+    for options in ({}, {"xla_backend_optimization_level": 3})
+  )
+  for one, other in zip(quick, usual, strict=True):
+    np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

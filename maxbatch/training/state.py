@@ -190,7 +190,23 @@ def shardings(abstract: Any) -> Any:
 def state_initializer(parts: StateParts, abstract: TrainState) -> Callable[[jax.Array], TrainState]:
   """Returns a function from a random key to a fresh state, created in its place: no device ever holds
   more than its share."""
-  return jax.jit(lambda key: parts.begin(parts.model.init(key)), out_shardings=shardings(abstract))
+  return jax.jit(
+    lambda key: parts.begin(parts.model.init(key)),
+    out_shardings=shardings(abstract),
+    compiler_options=_run_once(abstract),
+  )
+
+
+def _run_once(abstract: TrainState) -> dict[str, int] | None:
+  """Returns options for a program that runs once: on CPU, LLVM takes half the time at its level 1.
+
+  Random numbers of each parameter make long code; the bits are the same (tests/test_initialization.py).
+  Where jax is told to optimize even less, that stays.
+  """
+  device = next(iter(jax.tree.leaves(abstract)[0].sharding.device_set))
+  if device.platform != "cpu" or jax.config.values["jax_disable_most_optimizations"]:
+    return None
+  return {"xla_backend_optimization_level": 1}
 
 
 def state_beginner(
@@ -204,7 +220,12 @@ def state_beginner(
   def begin(key: jax.Array, loaded: Parameters) -> TrainState:
     return parts.begin(joined(parts.model.init(key), loaded))
 
-  return jax.jit(begin, out_shardings=shardings(abstract), donate_argnums=1)
+  return jax.jit(
+    begin,
+    out_shardings=shardings(abstract),
+    donate_argnums=1,
+    compiler_options=_run_once(abstract),
+  )
 
 
 def to_save(state: TrainState, *, keeps_frozen: bool = True) -> dict[str, Any]:
