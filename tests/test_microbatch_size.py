@@ -247,6 +247,8 @@ def test_nothing_fits_names_the_ways_out(tmp_path):
     "that much"
   )
   assert "remat_policy" not in microbatch_size.memory_suggestions(auto(remat_policy="full"))
+  long = microbatch_size.memory_suggestions(auto(max_target_length=32768))
+  assert long.endswith("ici_context_parallelism=2: devices share the tokens of rows")
   assert list(tmp_path.iterdir()) == []
 
 
