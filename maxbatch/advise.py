@@ -48,7 +48,12 @@ from maxbatch.plots.page import check_picture_file, picture
 from maxbatch.run_folder.history import is_run, read_history
 
 _HEAD = "# Advice of maxbatch: "
-_HERE_ONLY = ("config", "compile_topology", "compile_topology_num_slices")
+_HERE_ONLY = (
+  "config",
+  "compile_topology",
+  "compile_topology_num_slices",
+  "compile_topology_network_gbps",
+)
 """Keys of the question that say where, not what: a run finds its devices itself."""
 _WHY = {
   "steps": "The budget: the requested tokens, in whole microbatches.",
@@ -236,7 +241,8 @@ def _advise_post_training(arguments: Arguments[AdviseArguments], config: Config)
 
 def _place(config: Config) -> Place | None:
   keys = config.compile
-  return place_named(keys.compile_topology, keys.compile_topology_num_slices)
+  network = keys.compile_topology_network_gbps
+  return place_named(keys.compile_topology, keys.compile_topology_num_slices, network)
 
 
 def _answer(config: Config, keys: Sequence[str], own: AdviseArguments) -> tuple[Advice, Planned]:

@@ -279,7 +279,7 @@ def memory(steps: Sequence[CompiledStep]) -> dict[str, float]:
   equations = Equations()
   for step in steps:
     work = work_of_step(step)
-    held = memory_work(work, step.mesh, Fraction(step.per_device), step.remat)
+    held = memory_work(work, step.chip, step.mesh, Fraction(step.per_device), step.remat)
     activations = step.peak_bytes - state_bytes(work, step.mesh)
     # One copy of what is kept for the backward pass there must be, or until the last tile.
     known = sum(held.pop(kind) for kind in ONCE)

@@ -5,8 +5,8 @@
 Each row is `compile_only=true` with its keys, in the extra gpu-compile. Reports stay in runs/gpu_published:
 what was interrupted goes on where it was; delete the folder after a change of the code.
 
-A row whose hosts are known to have another network than the generation's data sheet says has
-`network_gbps_per_gpu`: what work waits for between hosts takes that much longer.
+A row whose hosts are known to have another network than the generation's data sheet says has it in its keys
+(`compile_topology_network_gbps`).
 """
 
 import json
@@ -18,8 +18,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from maxbatch.estimate.chips import GPU_DATA
 
 DATA = pathlib.Path(__file__).with_name("gpu_measurements.json")
 OUT = pathlib.Path("runs/gpu_published")
@@ -52,10 +50,9 @@ def report_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def line(row: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, float]:
   """Returns a row of the table, and the estimated time over the measured one."""
-  (generation, devices), *_ = re.findall(r"compile_topology=(\w+)-(\d+)", row["keys"])
+  devices, *_ = re.findall(r"compile_topology=\w+-(\d+)", row["keys"])
   time = report["time"]
-  slower = 1 + waiting_longer(report, row, generation) / time["step_seconds"]
-  estimate = time["tokens_per_second"] / int(devices) / slower
+  estimate = time["tokens_per_second"] / int(devices)
   ratio = row["tokens_per_second_per_gpu"] / estimate
   memory = report["memory_bytes_per_device"]["peak"] / 1e9
   cells = (
@@ -63,31 +60,11 @@ def line(row: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, float]
     row["framework"],
     f"{row['tokens_per_second_per_gpu']:,}",
     f"{estimate:,.0f}",
-    f"{time['model_flop_utilisation'] / slower:.1%}",
+    f"{time['model_flop_utilisation']:.1%}",
     f"{ratio:.2f}",
     f"{memory:.1f} GB",
   )
   return f"| {' | '.join(cells)} |", ratio
-
-
-def waiting_longer(report: Mapping[str, Any], row: Mapping[str, Any], generation: str) -> float:
-  """Returns the seconds that a step takes longer on the row's own network.
-
-  Raises:
-    ValueError: hosts communicate in the loop over microbatches, of which the report does not say how much
-      work hides.
-  """
-  between = [one for one in report["collectives"] if one["crosses_slices"]]
-  if "network_gbps_per_gpu" not in row or not between:
-    return 0.0
-  if any(one["in_microbatch_loop"] for one in between):
-    raise ValueError(f"{row['name']}: its network cannot be changed after it was compiled")
-  slower = 8e-9 * GPU_DATA[generation]["network_bandwidth"] / row["network_gbps_per_gpu"]
-  waited = sum(one["seconds"] for one in between if not one["overlapped"])
-  beside = sum(one["seconds"] for one in between if one["overlapped"])
-  # What is beside work takes the longer of the two, as in maxbatch/estimate/step_time.py.
-  rest = report["time"]["seconds_rest"]
-  return waited * (slower - 1) + max(0.0, beside * slower - rest)
 
 
 def main(words: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
-"""What is written in another form for TPUs computes the same, to rounding: both forms on CPU.
+"""What is written in another form for TPUs or GPUs computes the same, to rounding: all forms on CPU.
 
-B rows, T tokens, N heads, H width of a head.
+B rows, T tokens, N heads, H width of a head, V vocabulary.
 """
 
 from typing import Any
@@ -24,21 +24,21 @@ B, T, N, H = 2, 3, 4, 6
 def test_the_form_follows_the_devices_of_the_mesh_around():
   pytest.importorskip("libtpu")
   elsewhere = make_mesh(Topology.of(data=4), topology_devices("v5e-4"))
-  results = [forms.is_for_tpu()]
+  results = [(forms.is_for_tpu(), forms.is_for_gpu())]
   for devices in (mesh(data=4), elsewhere):
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
-      results.append(forms.is_for_tpu())
-  assert results == [False, False, True]
+      results.append((forms.is_for_tpu(), forms.is_for_gpu()))
+  assert results == [(False, False), (False, False), (True, False)]
 
 
 @pytest.fixture
-def for_tpu(monkeypatch: pytest.MonkeyPatch):
-  """Calls a function of arrays in the form for CPUs, and in that for TPUs."""
+def in_both(monkeypatch: pytest.MonkeyPatch):
+  """Calls a function of arrays in the form for CPUs, and in that for TPUs or GPUs."""
 
-  def both(function, *arrays) -> tuple[Any, Any]:
+  def both(device: str, function, *arrays) -> tuple[Any, Any]:
     results = []
-    for is_for_tpu in (False, True):
-      monkeypatch.setattr(forms, "is_for_tpu", lambda is_for_tpu=is_for_tpu: is_for_tpu)
+    for is_for_it in (False, True):
+      monkeypatch.setattr(forms, f"is_for_{device}", lambda is_for_it=is_for_it: is_for_it)
       results.append(jax.jit(lambda *arrays: function(*arrays))(*arrays))
     return results[0], results[1]
 
@@ -53,7 +53,7 @@ def assert_close(result: Any, expected: Any, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rotations_are_the_same_to_the_bit_of_their_dtype(for_tpu, dtype):
+def test_rotations_are_the_same_to_the_bit_of_their_dtype(in_both, dtype):
   random = np.random.default_rng(0)
   x_BTNH, d_BTNH = (jnp.asarray(random.normal(size=(B, T, N, H)), dtype) for _ in range(2))
   angles_BTH = jnp.asarray(random.uniform(0, 9, (B, T, H // 2)), jnp.float32)
@@ -65,13 +65,15 @@ def test_rotations_are_the_same_to_the_bit_of_their_dtype(for_tpu, dtype):
     y_BTNH, pullback = jax.vjp(cast, x_BTNH)
     return y_BTNH, pullback(d_BTNH)[0]
 
-  plain, whole = for_tpu(turned, x_BTNH, d_BTNH)
+  plain, whole = in_both("tpu", turned, x_BTNH, d_BTNH)
   # Sums of two products may be rounded once or twice.
   assert_close(whole, plain, 1e-6 if dtype == "float32" else 0.0)
 
 
-def test_loss_gradients_and_probes_of_a_model_are_the_same(for_tpu):
-  more = "use_qk_norm=true", "attention_qkv_bias=true", "base_num_decoder_layers=1"
+@pytest.mark.parametrize("device", ["tpu", "gpu"])
+def test_loss_gradients_and_probes_of_a_model_are_the_same(in_both, device):
+  more = ["use_qk_norm=true", "attention_qkv_bias=true", "base_num_decoder_layers=1"]
+  more += ["mlp_activation=gelu", "num_vocab_tiling=2"] if device == "gpu" else []
   model = tiny_model(*more, "gns=all")
   parameters, rows = loud_parameters(model), random_rows(4, 12)
 
@@ -82,5 +84,50 @@ def test_loss_gradients_and_probes_of_a_model_are_the_same(for_tpu):
     probes = model.probes(rows.inputs.shape[0], 1)
     return jax.value_and_grad(loss, argnums=(0, 1))(parameters, probes)
 
-  plain, whole = for_tpu(differentiated, parameters, rows)
+  plain, whole = in_both(device, differentiated, parameters, rows)
   assert_close(whole, plain, 2e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-8)])
+def test_gelu_and_its_gradient_are_those_by_tanh_in_double_precision(monkeypatch, dtype, tolerance):
+  monkeypatch.setattr(forms, "is_for_gpu", lambda: True)
+  x = jnp.concatenate([jnp.linspace(-9, 9, 999), jnp.array([0.0, -1e4, 1e4])]).astype(dtype)
+  y, pullback = jax.vjp(forms.gelu, x)
+  exact = np.asarray(x, np.float64)
+  factor, cubic = np.sqrt(2 / np.pi), 0.044715
+  tanh = np.tanh(factor * (exact + cubic * exact**3))
+  slope = (1 + tanh) / 2 + exact / 2 * (1 - tanh**2) * factor * (1 + 3 * cubic * exact**2)
+  np.testing.assert_allclose(np.asarray(y, float), exact * (1 + tanh) / 2, tolerance, tolerance)
+  d_x = np.asarray(pullback(jnp.ones_like(x))[0], float)
+  np.testing.assert_allclose(d_x, slope, tolerance, 2 * tolerance)
+
+
+def test_the_largest_logit_and_its_sum_are_the_same_in_one_pass(in_both):
+  logits = np.random.default_rng(1).normal(0, 30, (2, 3, 1000)).astype(np.float32)
+  logits[0, 0] = -1e4  # All of them equal, and far below zero.
+  plain, one_pass = in_both("gpu", forms.largest_and_sum, jnp.asarray(logits))
+  np.testing.assert_array_equal(one_pass[0], plain[0])
+  np.testing.assert_allclose(one_pass[1], plain[1], rtol=1e-6)
+  assert float(plain[1][0, 0, 0]) == 1000
+  logits[1, 0, 7] = np.nan  # So is the loss, and the step is skipped.
+  assert all(np.isnan(sums[1][1, 0, 0]) for sums in in_both("gpu", forms.largest_and_sum, logits))
+
+
+def test_a_divided_vocabulary_keeps_the_form_that_can_be_divided(monkeypatch):
+  monkeypatch.setattr(forms, "is_for_gpu", lambda: True)
+  logits, targets = jnp.zeros((4, 2, 8)), jnp.zeros((4, 2), int)
+
+  def traced():
+    def both(logits):
+      hit = targets[..., None] == jnp.arange(8)[None, None]
+      return forms.largest_and_sum(logits), forms.chosen(logits, targets, hit)
+
+    return str(jax.make_jaxpr(both)(logits))
+
+  with jax.sharding.use_abstract_mesh(mesh(tensor=2, data=2).abstract_mesh):
+    divided = traced()
+  whole = traced()
+  assert "gather" in whole
+  assert "gather" not in divided
+  assert " reduce_max" in divided
+  assert " reduce_max" not in whole

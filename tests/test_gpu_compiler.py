@@ -53,8 +53,12 @@ def command(folder: pathlib.Path, **keys: object) -> list[str]:
 
 
 @COMPILER
-def test_a_step_is_compiled_for_two_hosts(tmp_path, capsys):
-  keys = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 8}
+def test_a_step_is_compiled_for_two_hosts_and_their_network(tmp_path, capsys):
+  keys = {
+    "ici_data_parallelism": 2,
+    "ici_fsdp_parallelism": 8,
+    "compile_topology_network_gbps": 100,
+  }
   assert main(command(tmp_path, compile_only="true", compile_topology="h100-16", **keys)) == 0
   (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())
   memory, estimate = report["memory_bytes_per_device"], report["estimate"]
@@ -76,6 +80,8 @@ def test_a_step_is_compiled_for_two_hosts(tmp_path, capsys):
     key=lambda one: one["bytes"] * one["crosses_slices"],
   )
   assert (gradients["group_size"], gradients["in_microbatch_loop"]) == (2, False)
+  port = 100e9 / 8 * GPUS["h100"].network_share
+  assert gradients["seconds"] == pytest.approx(gradients["bytes"] / port)
   assert "in groups of 2, across hosts" in capsys.readouterr().out
 
 

@@ -46,7 +46,8 @@ EFFECTIVE = f"""
   micro_batch_size gradient_accumulation_steps max_target_length
   {" ".join(declared(schema.MeshConfig))}
   {" ".join(declared(schema.DistributedConfig))}
-  validate_only compile_only compile_topology compile_topology_num_slices jax_cache_dir
+  validate_only compile_only compile_topology compile_topology_num_slices
+  compile_topology_network_gbps jax_cache_dir
   compiled_step save_compiled_step compiler_flags
   device_memory_gb tokenizer_type tokenizer_path add_bos bos_token eos_token pad_token
   data_shuffle_seed use_chat_template

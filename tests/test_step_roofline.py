@@ -25,6 +25,7 @@ from maxbatch.estimate.step_roofline import (
   step_roofline,
 )
 from maxbatch.estimate.step_work import RematPolicy, StepWork, microbatch_work, step_work
+from maxbatch.training import tiles
 from maxbatch.training.tiles import keeps_gradients, num_tiles
 from scripts.effective_batch import effective_batch
 from scripts.fit_step_rates import chosen_share, chosen_steps, fit_steps, predicted, work_of_step
@@ -154,7 +155,7 @@ def test_devices_that_share_rows_hold_their_tokens_and_send_heads_or_keys():
   """Of 32 heads and 8 pairs of keys and values: whole rows of 4 heads with a pair, or all pairs' rows."""
   v5p, places = CHIPS["v5p"], [Topology.of(context=ways, fsdp=32 // ways) for ways in (4, 8)]
   four, eight = (
-    memory_work(LONG, place, Fraction(1, place.ici["context"]), "full") for place in places
+    memory_work(LONG, v5p, place, Fraction(1, place.ici["context"]), "full") for place in places
   )
   for kind in ("residuals", "stream", "hidden", "heads"):
     assert four[kind] == 2 * eight[kind]
@@ -406,10 +407,14 @@ def test_the_products_are_those_of_the_compiled_programs(
 
 
 @pytest.mark.parametrize("model", ["gpt2-small", "qwen3-0.6b", "llama3-8b", "gemma3-1b"])
-def test_the_loss_has_as_many_tiles_as_the_step_makes(model: str):
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_the_loss_has_as_many_tiles_as_the_step_makes(monkeypatch, model: str, is_gpu: bool):
+  monkeypatch.setattr(tiles, "is_for_gpu", lambda: is_gpu)
   work = work_of(model, "max_target_length=1536")
   dtype = {2: "bfloat16", 4: "float32"}[work.compute_bytes]
   for rows in (1, 3, 8):
     is_kept = keeps_gradients(work.model, rows, 1536, dtype)
     assert work.keeps_gradients(rows * 1536) == is_kept
-    assert work.tiles(rows * 1536, 1) == num_tiles(work.model, rows, 1536, is_kept=is_kept)
+    assert work.tiles(rows * 1536, 1, is_gpu=is_gpu) == num_tiles(
+      work.model, rows, 1536, is_kept=is_kept
+    )

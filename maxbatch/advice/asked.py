@@ -13,7 +13,7 @@ from maxbatch.config.keys.model import idle_parameters
 from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import ALL_CHIPS, Chip
+from maxbatch.estimate.chips import ALL_CHIPS, Chip, on_network
 from maxbatch.estimate.step_work import StepWork, step_work
 from maxbatch.hardware.topologies import FAMILIES, slice_named
 
@@ -36,6 +36,8 @@ class Place:
   generation: str
   chips_per_slice: int
   slices: int = 1
+  network_gbps: float = 0
+  """Of a device, between hosts or slices; 0: as published."""
 
   @property
   def name(self) -> str:
@@ -48,7 +50,7 @@ class Place:
   @property
   def chip(self) -> Chip:
     """One device."""
-    return ALL_CHIPS[self.generation]
+    return on_network(ALL_CHIPS[self.generation], self.network_gbps)
 
   @property
   def unit(self) -> str:
@@ -73,7 +75,11 @@ class Place:
   def keys(self) -> dict[str, object]:
     """The configuration's keys that name it."""
     several = {"compile_topology_num_slices": self.slices} if self.slices > 1 else {}
-    return {"compile_topology": self.name, **several}
+    result = {"compile_topology": self.name, **several}
+    is_on_network = self.slices > 1 or self.chips_per_slice > self.chip.domain > 0
+    if self.network_gbps and is_on_network:
+      result["compile_topology_network_gbps"] = self.network_gbps
+    return result
 
   def half(self) -> "Place | None":
     """Returns a place with half the chips; None where there is no such slice."""
@@ -94,7 +100,7 @@ class Place:
     return dataclasses.replace(self, slices=2 * self.slices)
 
 
-def place_named(name: str, num_slices: int) -> Place | None:
+def place_named(name: str, num_slices: int, network_gbps: float = 0) -> Place | None:
   """Returns the slices that the configuration names; None if it names none.
 
   Raises:
@@ -102,10 +108,11 @@ def place_named(name: str, num_slices: int) -> Place | None:
   """
   if not name:
     return None
-  slice_named(name, num_slices)  # Refuses what is no slice.
+  slice_named(name, num_slices, network_gbps)  # Refuses what is no slice.
   generation, _, size = name.partition("-")
   generation = _ALIASES.get(generation, generation)
-  return Place(generation, int(size) // FAMILIES[generation].named_units_per_chip, num_slices)
+  chips = int(size) // FAMILIES[generation].named_units_per_chip
+  return Place(generation, chips, num_slices, network_gbps)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -193,7 +193,9 @@ def try_report(
   )
   sampled = timed() if measured else sampled
   title = _title(config, plan, trainer)
-  return make_report(plan, trainer, program, micro_batch, capacity, measured, title, sampled)
+  network = config.compile.compile_topology_network_gbps
+  shown = measured, title, sampled
+  return make_report(plan, trainer, program, micro_batch, capacity, *shown, network_gbps=network)
 
 
 def eval_report(config: Config, devices: Sequence[Device], layout: Topology) -> CompileReport:

@@ -349,15 +349,18 @@ def make_report(
   measured: Timing | None,
   title: str,
   sampling: Sampling | None = None,
+  *,
+  network_gbps: float = 0,
 ) -> CompileReport:
   """Puts together what is known of a compiled step.
 
   Args:
     measured: its time on the devices, where they are here; None asks for an estimate.
     sampling: of what samples what the step is fed.
+    network_gbps: of a device, between hosts or slices; 0: as published.
   """
   layout, device = plan.topology, trainer.mesh.devices.flat[0]
-  chip = chip_for(device.device_kind)
+  chip = chip_for(device.device_kind, network_gbps)
   once = program_costs(hlo.parse(program.text))
   costs, expected = in_microbatches(trainer.pipeline, once, program.flops)
   if program.streamed:

@@ -259,9 +259,24 @@ UNKNOWN_CHIP = Chip(
 """For counting FLOPs and bytes without estimating times: every time is 0."""
 
 
-def chip_for(device_kind: str) -> Chip | None:
-  """Returns the chip that jax calls `device_kind`; None if it is not listed."""
-  return next((chip for chip in ALL_CHIPS.values() if chip.device_kind == device_kind), None)
+def chip_for(device_kind: str, network_gbps: float = 0) -> Chip | None:
+  """Returns the chip that jax calls `device_kind`, `on_network`; None if it is not listed."""
+  known = next((chip for chip in ALL_CHIPS.values() if chip.device_kind == device_kind), None)
+  return on_network(known, network_gbps) if known else None
+
+
+def on_network(chip: Chip, gbps: float) -> Chip:
+  """Returns a chip whose own part of the network between hosts or slices has so many Gb/s; 0: as published."""
+  if not gbps:
+    return chip
+  return dataclasses.replace(chip, dcn_bandwidth=gbps * 1e9 * _BIT / chip.calibration)
+
+
+def is_network_published(chip: Chip) -> bool:
+  """Returns whether its network is that of its generation's data sheet."""
+  known = ALL_CHIPS[chip.generation]
+  rates = (each.dcn_bandwidth * each.calibration for each in (chip, known))
+  return math.isclose(*rates)
 
 
 _PRIMITIVE_TYPES = {

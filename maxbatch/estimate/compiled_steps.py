@@ -19,7 +19,7 @@ from fractions import Fraction
 from maxbatch.command_line.screen import GIB
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import ALL_CHIPS, Chip, chip_for
+from maxbatch.estimate.chips import ALL_CHIPS, Chip, chip_for, is_network_published
 from maxbatch.estimate.step_work import RematPolicy, StepWork
 from maxbatch.hugging_face.model_keys import digested
 from maxbatch.run_folder.atomic import write_whole
@@ -137,7 +137,8 @@ def compiled_step(
   work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
 ) -> CompiledStep | None:
   """Returns the compiled step of this work, so divided, if there is one; the user's own first."""
-  if mesh.num_slices > 1:
+  is_far = chip.is_gpu and mesh.num_devices > chip.domain
+  if mesh.num_slices > 1 or (is_far and not is_network_published(chip)):
     return None
   key = (work_digest(work), chip.generation, mesh, per_device, remat)
   if own := _remembered(str(remembered_steps())).get(key):

@@ -101,7 +101,12 @@ class StepBytes:
 
 
 def step_bytes(
-  work: StepWork, mesh: Topology, per_device: Fraction, remat: RematPolicy, rates: StepRates
+  work: StepWork,
+  chip: Chip,
+  mesh: Topology,
+  per_device: Fraction,
+  remat: RematPolicy,
+  rates: StepRates,
 ) -> StepBytes:
   """Returns memory of one device.
 
@@ -110,7 +115,7 @@ def step_bytes(
     remat: what the backward pass computes again.
     rates: how many copies of what is counted there are.
   """
-  held = memory_work(work, mesh, per_device, remat)
+  held = memory_work(work, chip, mesh, per_device, remat)
   activations = sum(rates.memory[kind] * size for kind, size in held.items())
   return StepBytes(state_bytes(work, mesh), round(activations))
 
@@ -122,7 +127,7 @@ def state_bytes(work: StepWork, mesh: Topology) -> int:
 
 
 def memory_work(
-  work: StepWork, mesh: Topology, per_device: Fraction, remat: RematPolicy
+  work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
 ) -> dict[str, float]:
   """Returns bytes of what may lie in memory at the peak, by kind, one copy of each."""
   ways, c = mesh.shape["tensor"], work.model
@@ -134,13 +139,13 @@ def memory_work(
   )
   hidden = hidden_width(c) / ways * (1 if c.mlp_activation == "gelu" else 2)
   shards = weight_shards(work, mesh)
-  tiles, logits = work.tiles(M, ways), M * c.vocab_size / ways
+  tiles, logits = work.tiles(M, ways, is_gpu=chip.is_gpu), M * c.vocab_size / ways
   kept = logits * size if tiles > 1 and work.keeps_gradients(M) else 0
   # Weights are gathered for a layer; all layers' are kept where they are not divided and nothing is
   # computed again.
   num_layers = L if shards[0] == 1 and remat == "none" else 1
   return {
-    "residuals": L * M * residual_bytes(work, ways, remat),
+    "residuals": L * M * residual_bytes(work, chip, ways, remat),
     "stream": M * D * size,
     "hidden": M * hidden * size,
     "heads": M * 2 * (queries + keys) * size,
@@ -233,7 +238,7 @@ def step_roofline(
     for part, one in microbatch_work(work, chip, mesh, per_device, remat).items()
   }
   waits = _collectives(work, chip, mesh, per_device, remat, rates, microbatch)
-  held = step_bytes(work, mesh, per_device, remat, rates)
+  held = step_bytes(work, chip, mesh, per_device, remat, rates)
   once = sum((one for one in microbatch.values()), waits)
   shares: dict[str, float] = {part: one.total for part, one in microbatch.items()}
   shares["collectives"] = waits.total

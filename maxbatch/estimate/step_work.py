@@ -33,7 +33,9 @@ _REGISTER = 1024
 """Elements of a TPU's vector register, 8 × 128: what one vector instruction works on."""
 _LANES = 128
 _SMALLEST_TILE = 64 * 2**20
-"""Bytes of logits that a tile of the loss has at least, where there are so many (training/loss.py)."""
+"""Bytes of logits that a tile of the loss has at least, where there are so many (training/tiles.py)."""
+_SMALLEST_ON_GPU = 4096
+"""Tokens that it has at least on GPUs."""
 _KERNEL_BLOCKS = (512, 384, 256, 128)
 _KERNEL_PRODUCTS = {"forward": 2, "backward": 7}
 """Products of T × T × H in the attention kernels: backward, those for queries (3) and for keys and
@@ -110,19 +112,22 @@ class StepWork:
     """Returns whether the gradient of the logits is kept and multiplied once, after the last tile."""
     return tokens * self.compute_bytes <= 4 * self.model.base_emb_dim
 
-  def tiles(self, tokens: float, ways: int) -> int:
+  def tiles(self, tokens: float, ways: int, *, is_gpu: bool) -> int:
     """Returns the number of tiles of tokens in which the loss is formed.
 
     Args:
       tokens: of the microbatch on one group of devices.
       ways: devices that share the vocabulary.
+      is_gpu: whether they are GPUs.
     """
     if self.model.num_vocab_tiling:
       return self.model.num_vocab_tiling
     logits = tokens * self.model.vocab_size / ways * 4
     gradient = self.table_parameters / ways * 4
-    largest = gradient / 4 if self.keeps_gradients(tokens) else gradient
-    wanted = min(self.length, math.ceil(logits / max(largest, _SMALLEST_TILE)))
+    largest = max(gradient / 4 if self.keeps_gradients(tokens) else gradient, _SMALLEST_TILE)
+    if is_gpu:
+      largest = max(largest, logits / tokens * _SMALLEST_ON_GPU)
+    wanted = min(self.length, math.ceil(logits / largest))
     equal = next(n for n in range(wanted, self.length + 1) if self.length % n == 0)
     return equal if equal <= 2 * wanted else wanted
 
@@ -157,7 +162,7 @@ def weight_shards(work: StepWork, mesh: Topology) -> tuple[int, int]:
   return groups if work.model.base_emb_dim % groups == 0 else 1, tensor
 
 
-def residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
+def residual_bytes(work: StepWork, chip: Chip, ways: int, remat: RematPolicy) -> float:
   """Returns bytes that are kept for each token in each layer until the backward pass.
 
   Args:
@@ -173,7 +178,7 @@ def residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
   if remat == "full":
     return D * size
   # What the layer is given, queries, keys, values, what its halves add, and the hidden layer.
-  products = (3 * D + queries + 2 * keys) * size + hidden_residual_bytes(work, ways, remat)
+  products = (3 * D + queries + 2 * keys) * size + hidden_residual_bytes(work, chip, ways, remat)
   if remat == "minimal":
     return products
   norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
@@ -185,12 +190,14 @@ def residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
   return products + kept + drawn + queries * size
 
 
-def hidden_residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
+def hidden_residual_bytes(work: StepWork, chip: Chip, ways: int, remat: RematPolicy) -> float:
   """Returns how much of `residual_bytes` the feed-forward's hidden layer has; with `none` also what
-  its activation is made of."""
+  its activation is made of: of GELU on GPUs, nothing more (models/forms.py)."""
   if remat == "full":
     return 0.0
   copies = (1, 4) if work.model.mlp_activation == "gelu" else (2, 5)
+  if chip.is_gpu and work.model.mlp_activation in ("gelu", "geglu"):
+    copies = (1, 2) if work.model.mlp_activation == "gelu" else (2, 4)
   return copies[remat == "none"] * hidden_width(work.model) / ways * work.compute_bytes
 
 
@@ -273,7 +280,7 @@ class _LayersWork:
     gate = 0 if c.mlp_activation == "gelu" else 1
     activation = "silu" if c.mlp_activation == "swiglu" else "gelu"
     result = self._elementwise(("hidden", gate * F), (activation, F))
-    if kept := hidden_residual_bytes(self.work, self.ways, self.remat):
+    if kept := hidden_residual_bytes(self.work, self.chip, self.ways, self.remat):
       result.traffic["kept hidden"] = 2 * L * self.tokens * kept
     return self._with_products("mlp", result)
 
@@ -298,8 +305,10 @@ class _LayersWork:
       times = 2 if self.remat == "minimal" else 1
       result.registers["kept heads"] = times * L * M * kept / _REGISTER
     # Written by the forward, read by the backward pass.
-    hidden = hidden_residual_bytes(work, ways, self.remat)
-    result.traffic["residuals"] = 2 * L * M * (residual_bytes(work, ways, self.remat) - hidden)
+    hidden = hidden_residual_bytes(work, self.chip, ways, self.remat)
+    result.traffic["residuals"] = (
+      2 * L * M * (residual_bytes(work, self.chip, ways, self.remat) - hidden)
+    )
     if casts_all:
       result.traffic["weights"] = 2 * L * work.layer_parameters / ways * work.compute_bytes
     return result
@@ -359,13 +368,14 @@ def _head(work: StepWork, chip: Chip, M: float, ways: int) -> PartWork:
   return PartWork(
     products=3 * 2 * M * _padded(D, chip) * _padded(V, chip) / ways,
     registers={"logits": M * V / ways / _REGISTER},
-    traffic={"logits": M * V / ways * 4, "tiles": _tile_bytes(work, M, ways)},
+    traffic={"logits": M * V / ways * 4, "tiles": _tile_bytes(work, chip, M, ways)},
   )
 
 
-def _tile_bytes(work: StepWork, M: float, ways: int) -> float:
+def _tile_bytes(work: StepWork, chip: Chip, M: float, ways: int) -> float:
   """Returns the bytes that the loss reads and writes because it is formed in tiles."""
-  tiles, table = work.tiles(M, ways), work.table_parameters / ways
+  tiles = work.tiles(M, ways, is_gpu=chip.is_gpu)
+  table = work.table_parameters / ways
   if tiles > 1 and work.keeps_gradients(M):
     # Each tile reads the matrix and writes its logits' gradient; in the end both are read, and the
     # gradient of the matrix is written.

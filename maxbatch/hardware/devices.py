@@ -178,10 +178,11 @@ def start_devices(config: Config) -> Sequence[Device]:
     UserError: as above, but for the axes.
   """
   check_environment()
-  if config.compile.compile_topology:
-    return topology_devices(
-      config.compile.compile_topology, config.compile.compile_topology_num_slices
-    )
+  keys = config.compile
+  if keys.compile_topology:
+    place = keys.compile_topology, keys.compile_topology_num_slices
+    slice_named(*place, keys.compile_topology_network_gbps)  # Refuses a network that nothing uses.
+    return topology_devices(*place)
   simulated, processes = config.mesh.num_simulated_devices, join(config)
   _choose_platform(simulated, processes)
   devices = _started_devices()

@@ -146,15 +146,16 @@ class Slice:
     }
 
 
-def slice_named(name: str, num_slices: int = 1) -> Slice:
+def slice_named(name: str, num_slices: int = 1, network_gbps: float = 0) -> Slice:
   """Returns the slice that a name such as v5e-256 or v5p-128 means, or the GPUs of h100-64.
 
   Args:
     num_slices: of TPUs, which are asked for together; the result is one of them.
+    network_gbps: of a device to those of other hosts or slices, if it is another than published.
 
   Raises:
     UserError: there is no such generation or no standard slice of this size; offers the nearest
-      and lists the known ones. Or several slices of GPUs.
+      and lists the known ones. Or several slices of GPUs, or a network that nothing uses.
   """
   generation, _, size = name.partition("-")
   family = FAMILIES.get(_ALIASES.get(generation, generation))
@@ -176,7 +177,22 @@ def slice_named(name: str, num_slices: int = 1) -> Slice:
       f"compile_topology={shown(name)}: {_WHAT[family.gpus_per_host > 0].format(generation)}; "
       f"nearest: compile_topology={generation}-{near}. Known: {_as_ranges(family.sizes)}"
     )
+  if network_gbps and num_slices == 1 and wanted <= (domain := _linked(generation, wanted)):
+    more = (
+      f"compile_topology={generation}-{2 * domain}"
+      if family.gpus_per_host
+      else "compile_topology_num_slices=2"
+    )
+    raise UserError(
+      f"compile_topology_network_gbps={network_gbps:g}: the devices of compile_topology={name} are all on fast "
+      f"links, and nothing goes over the network; leave it out, or name more, for example {more}"
+    )
   return _slice(family, wanted // family.named_units_per_chip)
+
+
+def _linked(generation: str, wanted: int) -> int:
+  """Returns how many devices fast links connect: the GPUs of an NVLink domain, or all of a slice."""
+  return GPU_DATA[generation]["gpus_per_domain"] if generation in GPU_DATA else wanted
 
 
 _WHAT = {False: "{} has no slice of this size", True: "{}s come in other numbers"}
@@ -282,7 +298,8 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
       f"leave out num_devices={num_devices}"
     )
   if name:
-    named = slice_named(name, slices).times(slices)
+    network = config.compile.compile_topology_network_gbps
+    named = slice_named(name, slices, network).times(slices)
     count, hosts = named.num_devices, named.num_hosts
   elif num_devices == -1:
     if is_rl(config.rl):

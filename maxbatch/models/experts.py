@@ -25,7 +25,7 @@ from maxbatch.data.rows import Routes
 from maxbatch.hardware.shard_maps import by_device, ring_gathered, ring_summed
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models.attention import AttentionContext
-from maxbatch.models.forms import barrier_gradients
+from maxbatch.models.forms import barrier_gradients, gelu
 from maxbatch.models.grouped import (
   Slots,
   combined,
@@ -41,7 +41,6 @@ from maxbatch.models.layers import (
   buffer,
   constant,
   gated_product,
-  gelu,
   parameter,
   uniform,
 )

@@ -1,8 +1,8 @@
-"""Operations that TPUs want written in another form than CPUs and GPUs.
+"""Operations that TPUs, or GPUs, want written in another form than CPUs.
 
-Both forms compute the same; the devices of the mesh around, here or not, decide which one is traced.
+All forms compute the same; the devices of the mesh around, here or not, decide which one is traced.
 
-B rows, T tokens, N heads, H width of a head.
+B rows, T tokens, N heads, H width of a head, V vocabulary.
 """
 
 import math
@@ -13,13 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from maxbatch.hardware.sharding import auto_axis_sizes
+from maxbatch.hardware.sharding import auto_axis_sizes, local_shape
+
+_GELU = math.sqrt(2 / math.pi), 0.044715
+_TOKENS = ("batch", "length", "vocab")
 
 
 def is_for_tpu() -> bool:
   """Returns whether what is traced here is for TPUs; not without a mesh."""
+  return _platform() == "tpu"
+
+
+def is_for_gpu() -> bool:
+  """Returns whether what is traced here is for GPUs; not without a mesh."""
+  return _platform() == "gpu"
+
+
+def _platform() -> str:
   device = jax.sharding.get_abstract_mesh().abstract_device
-  return device is not None and device.platform == "tpu"
+  return "" if device is None else device.platform
 
 
 def projected(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
@@ -116,3 +128,74 @@ _with_barrier.defvjp(
   lambda arrays: (arrays, None),
   lambda _, gradients: (jax.lax.optimization_barrier(gradients),),
 )
+
+
+def gelu(x: jax.Array) -> jax.Array:
+  """Computes GELU by tanh, as in GPT-2 and Gemma.
+
+  On GPU by the logistic function, which is the same: (1 + tanh u) / 2 = 1 / (1 + exp(−2u)). Of tanh, which
+  takes it longer than memory does, the compiler also writes the result for the backward pass: 0.60 ms in a
+  layer of GPT-2 small with 16,384 tokens on an H100, instead of 0.34.
+  """
+  return _gelu_by_logistic(x) if is_for_gpu() else jax.nn.gelu(x, approximate=True)
+
+
+@jax.custom_vjp
+def _gelu_by_logistic(x: jax.Array) -> jax.Array:
+  y = x.astype(jnp.float32)
+  return (y * _logistic_of(y)).astype(x.dtype)
+
+
+def _logistic_of(y: jax.Array) -> jax.Array:
+  factor, cubic = _GELU
+  return jax.nn.sigmoid(2 * factor * y * (1 + cubic * y * y))
+
+
+def _gelu_backward(x: jax.Array, d: jax.Array) -> tuple[jax.Array]:
+  y, (factor, cubic) = x.astype(jnp.float32), _GELU
+  share = _logistic_of(y)
+  slope = share * (1 + (1 - share) * 2 * factor * y * (1 + 3 * cubic * y * y))
+  return ((d.astype(jnp.float32) * slope).astype(x.dtype),)
+
+
+_gelu_by_logistic.defvjp(lambda x: (_gelu_by_logistic(x), x), _gelu_backward)
+
+
+def largest_and_sum(logits_BTV: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the largest logit of each token and the sum of exp(logit − largest), (B, T, 1) each; without
+  gradients.
+
+  On GPU in one pass over the logits, rescaled where a larger one is met; where devices divide V, in two, as
+  elsewhere.
+  """
+  if is_for_gpu() and _is_whole(logits_BTV):
+    lowest = jnp.finfo(jnp.float32).min, jnp.float32(0)
+    each = logits_BTV, jnp.ones_like(logits_BTV)
+    largest_BT, sum_BT = jax.lax.reduce(each, lowest, _joined, (2,))
+    return largest_BT[..., None], sum_BT[..., None]
+  largest_BT1 = logits_BTV.max(-1, keepdims=True)
+  return largest_BT1, jnp.exp(logits_BTV - largest_BT1).sum(-1, keepdims=True)
+
+
+def _joined(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+  """Joins the largest logits and sums of two parts of a row."""
+  (largest, total), (largest_2, total_2) = one, other
+  smaller = jnp.exp(-jnp.abs(largest - largest_2))
+  is_first = largest >= largest_2
+  joined = jnp.where(is_first, total + total_2 * smaller, total * smaller + total_2)
+  return jnp.maximum(largest, largest_2), joined
+
+
+def chosen(logits_BTV: jax.Array, targets_BT: jax.Array, hit_BTV: jax.Array) -> jax.Array:
+  """Returns each token's logit of its target, float32[B, T]; without gradients.
+
+  By a comparison, `hit_BTV`: it also works where devices divide V. On GPU by its place, where they do
+  not: the comparison reads all logits once more.
+  """
+  if is_for_gpu() and _is_whole(logits_BTV):
+    return jnp.take_along_axis(logits_BTV, targets_BT[..., None], -1, mode="clip")[..., 0]
+  return jnp.where(hit_BTV, logits_BTV, 0.0).sum(-1)
+
+
+def _is_whole(logits_BTV: jax.Array) -> bool:
+  return local_shape(_TOKENS, logits_BTV.shape)[2] == logits_BTV.shape[2]

@@ -17,7 +17,7 @@ from flax import nnx
 from maxbatch.config.schema import ModelConfig
 from maxbatch.core.terms import Ratio, Stat, Stats, Terms, map_stats
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
-from maxbatch.models.forms import barrier_gradients, projected
+from maxbatch.models.forms import barrier_gradients, gelu, projected
 from maxbatch.models.probes import Probe, for_each_row, given_out, probe, probe_values, product
 from maxbatch.models.remat import named
 from maxbatch.precision.policy import PLAIN, Policy
@@ -251,11 +251,6 @@ def gated_product(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Ar
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (up + 1)
   return (jax.nn.silu if config.mlp_activation == "swiglu" else gelu)(gate) * up
-
-
-def gelu(x: jax.Array) -> jax.Array:
-  """Computes GELU by tanh, as in GPT-2 and Gemma."""
-  return jax.nn.gelu(x, approximate=True)
 
 
 def fold(keys_B: jax.Array | None, number: jax.Array | int) -> jax.Array | None:

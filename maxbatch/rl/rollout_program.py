@@ -232,7 +232,8 @@ class RolloutCompiler:
     place = self.place
     program = compile_rollout(config, trainer, place)
     topology = place.plan.topology.training
-    chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
+    network = config.compile.compile_topology_network_gbps
+    chip = chip_for(trainer.mesh.devices.flat[0].device_kind, network)
     per_slice = connected(topology, chip)
     state, parts = trainer.abstract, trainer.model.split(place.policy(trainer))
     report = rollout_report(

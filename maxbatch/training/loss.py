@@ -18,7 +18,7 @@ from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.shard_maps import over_rows, summed_over_tokens, summed_part
 from maxbatch.hardware.sharding import constrain
-from maxbatch.models.forms import barrier_gradients
+from maxbatch.models.forms import barrier_gradients, chosen, largest_and_sum
 from maxbatch.models.layers import outputs_of
 from maxbatch.models.probes import TiedProbe, row_squares
 from maxbatch.models.registry import MeasuredModel, Model, Parameters
@@ -317,13 +317,11 @@ def _tile_sum(
   logits_BCV = constrain(logits_XV.reshape(B, C, -1), ("batch", "length", "vocab"))
   if cap:
     logits_BCV = cap * jnp.tanh(logits_BCV / cap)
-  max_BC1 = logits_BCV.max(-1, keepdims=True)
+  max_BC1, sum_BC1 = largest_and_sum(logits_BCV)
   exp_BCV = jnp.exp(logits_BCV - max_BC1)
-  sum_BC1 = exp_BCV.sum(-1, keepdims=True)
   log_z_BC = (jnp.log(sum_BC1) + max_BC1).squeeze(-1)
-  # A comparison instead of a gather: it also works where the vocabulary is divided over devices.
   hit_BCV = targets_BC[..., None] == jnp.arange(logits_BCV.shape[-1])[None, None]
-  target_BC = jnp.where(hit_BCV, logits_BCV, 0.0).sum(-1)
+  target_BC = chosen(logits_BCV, targets_BC, hit_BCV)
   loss = (weights_BC * (log_z_BC - target_BC + z_weight * log_z_BC**2)).sum()
   d_log_z_BC1 = (1.0 + 2.0 * z_weight * log_z_BC)[..., None]
   d_logits_BCV = weights_BC[..., None] * (exp_BCV / sum_BC1 * d_log_z_BC1 - hit_BCV)

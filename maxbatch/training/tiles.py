@@ -14,9 +14,13 @@ from jax.typing import DTypeLike
 from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import local_shape
+from maxbatch.models.forms import is_for_gpu
 
 _SMALLEST_TILE = 64 * 2**20
 """Bytes of logits."""
+SMALLEST_ON_GPU = 4096
+"""Tokens, of all rows that a device has: with 512 a product with GPT-2's output matrix takes 1.3 times as
+long on an H100, which then waits for memory, and each tile starts a dozen kernels."""
 
 
 def keeps_gradients(config: ModelConfig, rows: int, length: int, dtype: DTypeLike) -> bool:
@@ -35,7 +39,8 @@ def num_tiles(config: ModelConfig, rows: int, length: int, *, is_kept: bool = Fa
   if it has few tokens: with tiles of 64 MiB half of the step of Qwen3-0.6B on a v5e-16 was this. The
   gradient has to be held anyway; logits of its size have as many tokens as the model is wide.
 
-  Where the logits' gradient is kept (`is_kept`), tiles add to nothing, and are a quarter as large.
+  Where the logits' gradient is kept (`is_kept`), tiles add to nothing, and are a quarter as large. On
+  GPUs no tile has fewer than SMALLEST_ON_GPU tokens, where there are so many.
 
   Raises:
     UserError: more tiles are asked for than there are tokens.
@@ -50,9 +55,11 @@ def num_tiles(config: ModelConfig, rows: int, length: int, *, is_kept: bool = Fa
   V, D = config.vocab_size, config.base_emb_dim
   logits = math.prod(local_shape(("batch", "length", "vocab"), (rows, length, V))) * 4
   gradient = math.prod(local_shape((None, "vocab"), (D, V))) * 4
-  largest = gradient // 4 if is_kept else gradient
-  length = local_shape(("batch", "length"), (rows, length))[1]
-  wanted = min(length, -(-logits // max(largest, _SMALLEST_TILE)))
+  largest = max(gradient // 4 if is_kept else gradient, _SMALLEST_TILE)
+  rows, length = local_shape(("batch", "length"), (rows, length))
+  if is_for_gpu():
+    largest = max(largest, logits // (rows * length) * SMALLEST_ON_GPU)
+  wanted = min(length, -(-logits // largest))
   # Tiles that divide the row need no copy; but a prime length has only those of one token.
   equal = next(tiles for tiles in range(wanted, length + 1) if length % tiles == 0)
   return equal if equal <= 2 * wanted else wanted

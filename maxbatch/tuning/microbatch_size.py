@@ -234,6 +234,7 @@ def what_it_depends_on(
       "processes": jax.process_count(),
       "host": host if first.platform == "cpu" else "",
       "compile_topology": config.compile.compile_topology,
+      "network_gbps": config.compile.compile_topology_network_gbps,
       "device_memory_gb": config.compile.device_memory_gb,
       "compiler_flags": str(compiler_flags(config.compile.compiler_flags, first)),
       _MEMORY_FRACTION: os.environ.get(_MEMORY_FRACTION, ""),

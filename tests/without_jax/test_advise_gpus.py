@@ -2,13 +2,18 @@
 
 import json
 import pathlib
+from fractions import Fraction
 
 import pytest
 
 from maxbatch import advise
 from maxbatch.advice.asked import place_named
 from maxbatch.advice.prices import prices
+from maxbatch.config.load import load_config
+from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import ALL_CHIPS
+from maxbatch.estimate.compiled_steps import compiled_step
+from maxbatch.estimate.step_work import step_work
 
 LLAMA = ["config=base", "model_name=llama3-8b", "total_tokens=1000000000000"]
 BOTH = [*LLAMA, "compile_topology=v5p-256", "compare_with=h100-128,b200-64"]
@@ -48,6 +53,26 @@ def test_one_call_answers_for_both_kinds_in_hours_and_money(capsys):
   chip_hours = {name: one["chip_hours"] for name, one in other.items()}
   assert 0.4 < chip_hours["b200-64"] / chip_hours["h100-128"] < 0.8
   assert 0.4 < chip_hours["h100-128"] / run["chip_hours"] < 0.7
+
+
+def test_a_slower_network_between_hosts_is_slower(capsys):
+  keys = [*LLAMA, "compile_topology=h100-64"]
+  published, slow = (
+    json.loads(ask(capsys, *keys, *more, "--json"))
+    for more in ((), ("compile_topology_network_gbps=20",))
+  )
+  assert slow["run"]["chip_hours"] > 1.05 * published["run"]["chip_hours"]
+  # A step that was compiled had the published one, and is not given for another.
+  place = Topology.of(fsdp=64)
+  work = step_work(
+    load_config(
+      ["config=base", "model_name=llama2-7b", "max_target_length=4096", "precision=bfloat16"]
+    )
+  )
+  asked = [place_named("h100-64", 1, gbps) for gbps in (0, 20)]
+  found = [compiled_step(work, one.chip, place, Fraction(4), "minimal") for one in asked if one]
+  assert found[0] is not None
+  assert found[1] is None
 
 
 def test_the_text_says_prices_with_source_and_date_and_what_nobody_measured(capsys):

@@ -54,6 +54,25 @@ def test_several_slices_of_gpus_are_one_number():
   assert "compile_topology=h100-16; leave out compile_topology_num_slices" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+  ("name", "more"),
+  [
+    ("h100-8", "compile_topology=h100-16"),
+    ("gb200-72", "compile_topology=gb200-144"),
+    ("v5e-16", "compile_topology_num_slices=2"),
+  ],
+)
+def test_a_network_that_nothing_uses_is_refused(name: str, more: str):
+  with pytest.raises(UserError) as caught:
+    slice_named(name, 1, 100)
+  assert str(caught.value) == (
+    f"compile_topology_network_gbps=100: the devices of compile_topology={name} are all on fast links, and "
+    f"nothing goes over the network; leave it out, or name more, for example {more}"
+  )
+  assert slice_named("h100-16", 1, 100) == slice_named("h100-16")
+  assert slice_named("v5e-16", 2, 100) == slice_named("v5e-16", 2)
+
+
 @pytest.mark.parametrize("generation", GPUS)
 def test_the_peak_is_what_the_description_multiplies(generation: str):
   known, chip = GPU_DATA[generation], GPUS[generation]

@@ -151,6 +151,9 @@ class CompileConfig(Section, heading="before a run"):
   empty: the devices of this machine."""
   compile_topology_num_slices: Annotated[int, Range(low=1, high=1024)] = key(1, PER_START, TOPOLOGY)
   """Number of those TPU slices, connected by the data center network."""
+  compile_topology_network_gbps: NonNegativeFloat = key(0.0, PER_START, TOPOLOGY)
+  """Gb/s of a device's network to those of other hosts (GPUs) or slices (TPUs), for estimated times;
+  0: as published (docs/compile.md)."""
   compiler_flags: str = key("none", PER_START)
   """XLA flags of steps and evaluations: none; published (for dense models on this chip); a set's
   name (docs/yardstick.md); '--xla_…=…'; explore: tries all sets."""
