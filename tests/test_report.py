@@ -166,6 +166,8 @@ def test_loads_of_experts_are_layers_by_experts_at_the_end_and_their_spread_over
       loads = [1.0, 1.0] if layer == 1 else [part, 2 - part]
       record |= {f"moe/load/{layer}/{expert}": load for expert, load in enumerate(loads)}
       record |= {f"moe/load_deviation/{layer}": layer / 10, "moe/dead_experts": 0}
+      record |= {f"gns/expert/{layer}/{expert}": 7.0 for expert in range(len(loads))}
+      record |= {"gns/router": 8.0}
   (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
   run = read_history(folder)
   chart, training = expert_chart(run), training_chart([run])
@@ -179,6 +181,8 @@ def test_loads_of_experts_are_layers_by_experts_at_the_end_and_their_spread_over
   titles = {panel.title: panel for panel in training.panels}
   assert not [title for title in titles if title.startswith(("moe/load", "moe/max_load"))]
   assert "moe/dead_experts" in titles
+  [groups] = [panel for title, panel in titles.items() if title.startswith("noise scale by group")]
+  assert [mark.label for mark in groups.marks] == ["router"]
   [spread] = [panel for title, panel in titles.items() if title.startswith("spread")]
   assert [mark.label for mark in spread.marks] == [f"layer {layer}" for layer in range(2, 10)]
   # As it is drawn: a rectangle for each, its color from 0 to the highest.

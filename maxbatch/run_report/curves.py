@@ -25,6 +25,8 @@ MOST_POINTS = 1200
 """About as many as a screen has dots across."""
 _KEPT_OF_EACH = 4
 _LOAD = re.compile(r"moe/load/(\d+)/(\d+)")
+_EACH_EXPERT = re.compile(r"moe/load/|gns/expert/")
+"""Too many for lines."""
 _BY_LAYER = {
   "moe/max_load": "largest load of an expert, by layer (1 is even)",
   "moe/load_deviation": "spread of the experts' loads, by layer (standard deviation)",
@@ -94,7 +96,8 @@ class _Drawing:
     groups = {
       name: name.removeprefix("gns/")
       for name in names
-      if name.startswith("gns/") and not name.endswith(_HIDDEN) and name not in _OF_THE_WHOLE
+      if name.startswith("gns/")
+      and not (name.endswith(_HIDDEN) or name in _OF_THE_WHOLE or _EACH_EXPERT.match(name))
     }
     yield Panel("noise scale by group (samples)", self._lines(groups), log=True)
     speed = self._lines({"tokens_per_second": "all devices"})
@@ -122,7 +125,7 @@ class _Drawing:
       *lost,
       _GOODPUT,
       _WALL,
-      *filter(_LOAD.match, names),
+      *filter(_EACH_EXPERT.match, names),
     }
     for key, title in _BY_LAYER.items():
       layers = self._largest([name for name in names if name.startswith(f"{key}/")])

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from maxbatch.core.accumulate import (
   Accumulate,
   Accumulated,
+  Squares,
   accumulate,
   sum_denominators,
   sum_forward,
@@ -22,11 +23,12 @@ from maxbatch.core.terms import Stats, Sum, Terms
 from maxbatch.core.topology import weight_groups
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models.experts import TOKENS
+from maxbatch.models.lora import Path
 from maxbatch.models.registry import Model, Parameters, Probed, by_path, joined
 from maxbatch.training import partial_sums
 from maxbatch.training.expert_load import counts_twice, tokens_of
 from maxbatch.training.objective import PROBES, TEXT, Loss, noise_stats
-from maxbatch.training.state import NOTHING, Measures, zero_probe_squares
+from maxbatch.training.state import NOTHING, Measures, num_groups, zero_probe_squares
 
 _PARAMS, _PROBES = "params", "probes"
 """What is differentiated by: a probe's gradient is Σ over microbatches of squared norms by row."""
@@ -176,10 +178,38 @@ def _summands(model: Model, gradients: dict[str, Parameters]) -> dict[str, Param
 
 
 def _squared(model: Model, gradients: dict[str, Parameters]) -> jax.Array:
-  """Returns the squared norm of all gradients, in parts."""
-  axes = model.axes()
-  squares = by_path(lambda path, g: partial_sums.of_squares(g, axes[path]), gradients[_PARAMS])
-  return functools.reduce(jnp.add, jax.tree.leaves(squares))
+  return group_squares(model, gradients[_PARAMS])
+
+
+def group_squares(model: Model, gradients: Parameters) -> jax.Array:
+  """Returns the squared norm of all gradients, in parts (F, S).
+
+  Of a mixture of experts in groups (2 + L·E, F, S), which add up to it: of all that belongs to neither a
+  router nor an expert, of the routers, and of each expert in each layer.
+  """
+  axes, flat = model.axes(), dict[Path, jax.Array]()
+  by_path(lambda path, gradient: flat.update({path: gradient}), gradients)
+  if not (groups := num_groups(model)):
+    return functools.reduce(jnp.add, [partial_sums.of_squares(g, axes[p]) for p, g in flat.items()])
+  routers, experts = ("layers", "mlp", "router"), ("layers", "mlp", "experts")
+  sums = jnp.zeros((groups, *partial_sums.of_one(jnp.zeros(())).shape))
+  for path, gradient in flat.items():
+    if path[:3] == experts:
+      squares_LE = partial_sums.of_squares(gradient, axes[path], 2)
+      sums = sums.at[2:].add(squares_LE.reshape(groups - 2, *squares_LE.shape[2:]))
+    else:
+      sums = sums.at[int(path[:3] == routers)].add(partial_sums.of_squares(gradient, axes[path]))
+  return sums
+
+
+def expert_squares(
+  model: Model, squares: Squares | None, of_step: jax.Array | None
+) -> tuple[jax.Array, jax.Array] | None:
+  """Returns `group_squares` by microbatch and of the step, [2] of the routers and [2, L, E]."""
+  if squares is None or of_step is None:
+    return None
+  both_2G = jnp.stack([squares.of_microbatches, of_step])
+  return both_2G[:, 1], both_2G[:, 2:].reshape(2, -1, model.config.num_experts)
 
 
 def probe_squares(model: Model, gradients: Parameters) -> Parameters:

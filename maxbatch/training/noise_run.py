@@ -29,7 +29,7 @@ from maxbatch.noise.controller import Steering
 from maxbatch.noise.tracker import NORM, NoiseTracker
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.state import TrainState, measured_by
-from maxbatch.training.step import Step, StepMetrics
+from maxbatch.training.step import NoiseSums, Step, StepMetrics
 
 
 class StepPrograms:
@@ -232,7 +232,25 @@ def moments_by_group(
     share = float(noise.squares.divisors) / weight_squared
     small = float(noise.squares.of_microbatches) / weight_squared
     results[FROM_MICROBATCHES] = moments(rows, share, small, float(measured.grad_norm) ** 2)
+    for name, of_parts, of_step in _of_experts(noise):
+      results[name] = moments(rows, share, of_parts / weight_squared, of_step / weight_squared)
   return results
+
+
+_MOST_EXPERTS = 512
+"""Experts, over all layers, up to which each is a group; of more, all of them are one."""
+
+
+def _of_experts(noise: NoiseSums) -> Iterator[tuple[str, float, float]]:
+  """Yields groups of a mixture with their squares, by microbatch and of the step."""
+  if noise.of_experts is None:
+    return
+  router, experts_2LE = (np.asarray(each, np.float64) for each in noise.of_experts)
+  yield "router", *router
+  yield "experts", *experts_2LE.sum((1, 2))
+  if experts_2LE[0].size <= _MOST_EXPERTS:
+    for layer, expert in np.ndindex(experts_2LE[0].shape):
+      yield f"expert/{layer}/{expert}", *experts_2LE[:, layer, expert]
 
 
 def _summed(

@@ -44,7 +44,7 @@ from maxbatch.training.model_parts import (
 )
 from maxbatch.training.objective import LOSS, PROBES, model_sums, noise_stats, ratios
 from maxbatch.training.stash import InputStash, StageInput, Stash, make_stash
-from maxbatch.training.state import NOTHING, Measures, Sums
+from maxbatch.training.state import NOTHING, Measures, Sums, num_groups
 from maxbatch.training.tick import PipelineStage
 
 _REPLICATED, _OVER_STAGE = PartitionSpec(), PartitionSpec("stage")
@@ -234,6 +234,9 @@ def _replica_squares(
     return functools.reduce(jnp.add, each)
 
   norm = lax.psum(squared(d_layers), "stage") + squared(d_rest)
+  if groups := num_groups(model):
+    # A stage has no other's layers: all are in the first group.
+    norm = jnp.zeros((groups, *norm.shape)).at[0].set(norm)
   return Squares(norm, weight_squared, norm, weight_squared)
 
 

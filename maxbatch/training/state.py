@@ -103,8 +103,16 @@ def zero_step_sums(model: Model, measures: Measures) -> StepSums:
   if measures.noise(model):
     stats |= dict.fromkeys((ROWS, ROW_TOKENS_SQUARED), Sum(zero))
     stats[PROBES] = Sum(zero_probe_squares(model))
-  squares = Squares(zero, zero, zero, zero) if measures.microbatch_squares else None
+  groups = jnp.zeros(num_groups(model) or ())
+  squares = Squares(groups, zero, groups, zero) if measures.microbatch_squares else None
   return StepSums(OrderedDict({LOSS: Ratio(zero, zero)} | own_terms), stats, squares)
+
+
+def num_groups(model: Model) -> int:
+  """Returns the number of groups of parameters whose gradients are squared apart; 0: there are none."""
+  config = model.config
+  layers = config.base_num_decoder_layers - config.first_num_dense_layers
+  return 2 + layers * config.num_experts if config.num_experts > 1 else 0
 
 
 def zero_probe_squares(model: Model, parts: tuple[int, ...] = ()) -> Parameters:

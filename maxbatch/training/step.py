@@ -38,6 +38,8 @@ from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import (
   dispatch_denominators,
   dispatch_tokens,
+  expert_squares,
+  group_squares,
   model_accumulate,
   probe_squares,
 )
@@ -63,6 +65,7 @@ from maxbatch.training.state import (
   from_saved,
   has_flags,
   moved,
+  num_groups,
   shardings,
   state_beginner,
   state_initializer,
@@ -82,6 +85,8 @@ class NoiseSums(NamedTuple):
   """float32[L or none]: for each probe, Σ ‖gradient of a row's summed loss‖² over the rows."""
   squares: Squares | None = None
   """Squares by microbatch and replica; None where they are not measured."""
+  of_experts: tuple[jax.Array, jax.Array] | None = None
+  """float32[2], of the routers, and [2, L, E]: squares by microbatch, and of the step; None: no mixture."""
 
 
 class StepMetrics(NamedTuple):
@@ -310,9 +315,13 @@ def _accumulate(trainer: Trainer, state: TrainState) -> Accumulate:
   return unscaled(pipelined, state.loss_scale)
 
 
-def _reduce(trainer: Trainer, sums: Sums, gradients: Parameters) -> tuple[Sums, Parameters]:
-  """Returns sums that were in parts, and for every probe the square of what it measures, so far."""
-  return partial_sums.joined_sums(sums, probe_squares(trainer.model, gradients))
+def _reduce(trainer: Trainer, sums: Sums, gradients: Parameters) -> tuple[Sums, Any]:
+  """Returns sums that were in parts, and for every probe the square of what it measures, so far, with
+  those of groups."""
+  squares, groups = probe_squares(trainer.model, gradients), None
+  if sums.squares is not None and num_groups(trainer.model) and trainer.pipeline is None:
+    groups = group_squares(trainer.model, gradients)
+  return partial_sums.joined_sums(sums, (squares, groups))
 
 
 def _metrics(
@@ -325,14 +334,16 @@ def _metrics(
   """Returns what a dispatch reports, of the step so far."""
   sums = result.sums
   loss, weight = sums.terms[LOSS].value(), sums.terms[LOSS].denominator
-  stats, of_experts = load_metrics(sums.stats)
+  stats, loads = load_metrics(sums.stats)
   noise = None
   if ROWS in stats:
     rows, tokens, of_rows = stats.pop(ROWS), stats.pop(ROW_TOKENS_SQUARED), stats.pop(PROBES)
     assert isinstance(rows, Sum)
     assert isinstance(tokens, Sum)
     assert isinstance(of_rows, Sum)
-    noise = NoiseSums(rows.total, tokens.total, cast(Parameters, of_rows.total), sums.squares)
+    of_experts = expert_squares(trainer.model, sums.squares, result.measured[1])
+    of_all = cast(Parameters, of_rows.total), jax.tree.map(jnp.sum, sums.squares)
+    noise = NoiseSums(rows.total, tokens.total, *of_all, of_experts)
   mean = mean_gradient(result)
   update = Update(params, updates, mean, loss, result.grad_norm, weight, learning_rate)
   own = {name: term.value() for name, term in sums.terms.items() if name != LOSS}
@@ -342,10 +353,10 @@ def _metrics(
     weight=weight,
     metrics=own
     | {name: stat.value() for name, stat in stats.items()}
-    | of_experts
+    | loads
     | update_values(trainer.measures.metrics, update),
     noise=noise,
-    of_step=result.measured if noise else None,
+    of_step=result.measured[0] if noise else None,
   )
 
 
