@@ -274,3 +274,36 @@ def test_a_step_for_a_tpu_is_traced_with_its_kernel(mesh, noise):
   products = 9 * 2 * N * H * length / 2 + 2 * N * H + 2 * 2 * (N + K) * H**2
   per_token = L * (6 * (PROJECTIONS + GATED) + products) + 6 * D * V
   assert flops == StepFlops(per_microbatch=8 * length * per_token, rest=0)
+
+
+# --- products by group, and loops -----------------------------------------------------------------
+
+
+def test_a_grouped_product_multiplies_each_row_with_one_matrix_in_both_passes():
+  rows, width, out, groups = 48, 8, 16, 4
+  x, w = jnp.ones((rows, width)), jnp.ones((groups, width, out))
+  sizes = jnp.full(groups, rows // groups)
+
+  def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.square(jax.lax.ragged_dot(x, w, sizes)).sum()
+
+  both = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(x, w)
+  assert step_flops(both) == StepFlops(0, 3 * 2 * rows * width * out)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_loop_counts_what_its_results_need_after_any_number_of_iterations(is_read):
+  """The second product reaches the result one iteration later, by way of another carry."""
+  x = jnp.ones((8, 8))
+
+  def body(carry):
+    number, one, other = carry
+    _, doubled = jax.lax.scan(lambda c, _: (c, number + 1), other @ x, length=2)
+    return doubled[0], other * 2, one @ x
+
+  def run(x):
+    number, one, _ = jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, x, x))
+    return (number, one) if is_read else number
+
+  counted = step_flops(jax.make_jaxpr(run)(x)).per_microbatch
+  assert counted == is_read * 2 * 8**3

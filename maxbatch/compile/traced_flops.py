@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from maxbatch.config.schema import attention_width
 from maxbatch.estimate.flops import CUDNN_PRODUCTS, SPLASH_PRODUCTS, attention_pairs
@@ -102,12 +103,14 @@ def _of_equation(equation: Any, is_used: Iterable[bool]) -> _Places:
   name, parameters = equation.primitive.name, equation.params
   if name == "dot_general":
     return {(False, EVERY_TICK): _product(equation)}
+  if name == "ragged_dot_general":
+    return {(False, EVERY_TICK): _grouped(equation)}
   if name == "pallas_call":
     return {(False, EVERY_TICK): _splash(equation)}
   if name.startswith("dot_product_attention_"):
     return {(False, EVERY_TICK): _cudnn(equation)}
   if name == "while":
-    return _moved(_flops(parameters["body_jaxpr"].jaxpr), in_loop=True)
+    return _moved(_flops(_needed_body(parameters, is_used)), in_loop=True)
   if name == "cond":
     branches = [_flops(branch.jaxpr) for branch in parameters["branches"]]
     work = operation_in_path(str(equation.source_info.name_stack))
@@ -118,6 +121,23 @@ def _of_equation(equation: Any, is_used: Iterable[bool]) -> _Places:
   parts = [_flops(each, within) for value in parameters.values() for each in _jaxprs(value)]
   times = _times(name, parameters)
   return {place: times * flops for place, flops in _added(parts).items()}
+
+
+def _needed_body(parameters: dict[str, Any], is_used: Iterable[bool]) -> core.Jaxpr:
+  """Returns the part of a loop's body that some of its results need, after any number of iterations.
+
+  (In a loop over denominators, which do not depend on parameters, the model is not needed.)
+  """
+  body, constants = parameters["body_jaxpr"].jaxpr, parameters["body_nconsts"]
+  _, by_condition = dce_jaxpr(parameters["cond_jaxpr"].jaxpr, [True])
+  decides = by_condition[parameters["cond_nconsts"] :]
+  used = [a or b for a, b in zip(decides, is_used, strict=False)]
+  while True:
+    needed_body, inputs = dce_jaxpr(body, used)
+    carried = [a or b for a, b in zip(used, inputs[constants:], strict=True)]
+    if carried == used:
+      return needed_body
+    used = carried
 
 
 def _moved(places: _Places, *, in_loop: bool = False, work: str = EVERY_TICK) -> _Places:
@@ -160,6 +180,18 @@ def _product(equation: Any) -> float:
   left = equation.invars[0].aval.shape
   result = math.prod(equation.outvars[0].aval.shape)
   return 2.0 * result * math.prod(left[axis] for axis in contracted)
+
+
+def _grouped(equation: Any) -> float:
+  """Returns the FLOPs of a product whose rows each meet the matrix of their group, and no other.
+
+  All rows count, as in the kernel's own estimate, also where groups leave some out.
+  """
+  numbers = equation.params["ragged_dot_dimension_numbers"]
+  (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+  left, right = (each.aval.shape for each in equation.invars[:2])
+  taken = {*contracted, *batch, *numbers.rhs_group_dimensions}
+  return 2.0 * math.prod(left) * math.prod(n for axis, n in enumerate(right) if axis not in taken)
 
 
 def _cudnn(equation: Any) -> float:
