@@ -1,7 +1,7 @@
 """Measures how fast maxbatch trains, as ratios of programs that run side by side.
 
   python scripts/benchmark.py [--devices 1 8] [--accumulation 1 4] [--rounds 5] [--peer COMMAND]
-    [--cache FOLDER] [--tables inside noise runs]
+    [--cache FOLDER] [--experts 8] [--tables inside noise runs]
 
 Inside one process, in turn (so that a slow period of the machine affects all of them):
   step / plain   the compiled step against scripts/plain_step.py, the same model in plain JAX
@@ -16,7 +16,8 @@ Without --cache our program is compiled at every start, and {cache} is an empty 
 With it both keep compiled programs below FOLDER, and the first start of each is not counted.
 
 The shapes: 6 layers, width 256, 8 heads of 32, feed-forward 1024, 256 tokens a row, 16 rows a
-microbatch, float32. Run it with the environment that scripts/train.sh sets, or without.
+microbatch, float32. With --experts, beside a peer: so many of width 512 in place of the feed-forward
+layer, two for each token, and a balance loss. Run it with the environment that scripts/train.sh sets, or without.
 """
 
 import argparse
@@ -68,6 +69,7 @@ SHAPES = {
   "max_target_length": LENGTH,
   "vocab_size": 260,
 }
+MIXTURE = {"num_experts_per_tok": 2, "base_moe_mlp_dim": 512, "load_balance_loss_weight": 0.01}
 PEER_STEP = re.compile(r"completed step: (\d+), seconds: ([\d.]+)")
 OWN_STEP = re.compile(r"^step (\d+)/")
 WARM_UP = 3
@@ -373,6 +375,7 @@ def main() -> None:
   parser.add_argument("--steps", type=int, default=10, help="steps of a run beside the peer")
   parser.add_argument("--peer", help="the peer's shell command")
   parser.add_argument("--scan", action="store_true", help="scan over layers, for all of ours")
+  parser.add_argument("--experts", type=int, default=1, help="of a mixture, beside the peer")
   parser.add_argument("--cache", default="", help="where both keep compiled programs; else nowhere")
   names = ("inside", "noise", "runs")
   parser.add_argument("--tables", nargs="+", choices=names, default=names, help="of these alone")
@@ -412,6 +415,8 @@ def peer_table(options: argparse.Namespace) -> None:
   print(f"| devices | accumulation | {heads} |\n|{'---|' * 11}")
   ours, theirs = (options.cache and f"{options.cache}/{side}" for side in ("ours", "peer"))
   keys = {"scan_layers": str(options.scan).lower(), "jax_cache_dir": ours or "none"}
+  if options.experts > 1:
+    keys |= {"num_experts": options.experts, **MIXTURE}
   rounds, cold = max(options.rounds // 2, 1), int(bool(options.cache))
   for devices in options.devices:
     for accumulation in options.accumulation:
