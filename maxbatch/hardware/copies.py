@@ -6,6 +6,7 @@ the length of a header, the header in JSON, then the pieces of arrays that the h
 is written last, so a slot that a killed process was writing to holds nothing.
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -85,13 +86,9 @@ class Header:
 
   def only_alone(self) -> Self:
     """Returns the header of a copy that has the pieces alone which no other host has."""
-    kept = {
-      name: [piece for piece in pieces if piece.alone] for name, pieces in self.pieces.items()
-    }
-    offset, laid_out = 0, dict[str, list[Piece]]()
-    for name, pieces in kept.items():
-      laid_out[name] = []
-      for piece in pieces:
+    offset, laid_out = 0, {name: list[Piece]() for name in self.pieces}
+    for name, pieces in self.pieces.items():
+      for piece in (one for one in pieces if one.alone):
         laid_out[name].append(dataclasses.replace(piece, offset=offset))
         offset += piece.nbytes
     return dataclasses.replace(self, pieces=laid_out)
@@ -114,16 +111,30 @@ class Slot:
     Raises:
       OSError: there is not enough memory.
     """
-    text = header.encoded()
-    offset = _LENGTH_BYTES + len(text)
-    os.pwrite(self.descriptor, bytes(_LENGTH_BYTES), 0)  # Nothing, until all is there.
-    _write(self.descriptor, memoryview(text), _LENGTH_BYTES)
+    offset = self.begin(header)
     for piece in pieces:
-      _write(self.descriptor, memoryview(piece), offset)
-      offset += len(piece)
+      offset = self.append(piece, offset)
     os.ftruncate(self.descriptor, offset)
-    os.pwrite(self.descriptor, len(text).to_bytes(_LENGTH_BYTES, "little"), 0)
+    self.finish(header)
     return offset
+
+  def begin(self, header: Header) -> int:
+    """Writes a header, so that it holds nothing until `finish`; where its pieces begin."""
+    os.pwrite(self.descriptor, bytes(_LENGTH_BYTES), 0)
+    return self.append(header.encoded(), _LENGTH_BYTES)
+
+  def append(self, content: bytes | memoryview, offset: int) -> int:
+    """Writes bytes at an offset; where they end. Raises OSError: there is not enough memory."""
+    left = memoryview(content)
+    while left:
+      written = os.pwrite(self.descriptor, left, offset)
+      left, offset = left[written:], offset + written
+    return offset
+
+  def finish(self, header: Header) -> None:
+    """Has it hold what was written since `begin`."""
+    length = len(header.encoded())
+    os.pwrite(self.descriptor, length.to_bytes(_LENGTH_BYTES, "little"), 0)
 
   def read(self, offset: int, count: int) -> bytes:
     """Returns so many bytes from the beginning of the file on; fewer at its end."""
@@ -142,12 +153,6 @@ class Slot:
     """The generation and step in which its copy was made; lower than any where it holds nothing."""
     header = self.header()
     return header.key[:2] if header else (-1, -1)
-
-
-def _write(descriptor: int, content: memoryview, offset: int) -> None:
-  while content:
-    written = os.pwrite(descriptor, content, offset)
-    content, offset = content[written:], offset + written
 
 
 def header_of(read: Read) -> Header | None:
@@ -320,9 +325,9 @@ class MemoryCopies:
     """
     pieces, arrays, offset = dict[str, list[Piece]](), [], 0
     for name, leaf in leaves.items():
-      shared, pieces[name] = self._holders(leaf), []
+      holders, pieces[name] = _holders(leaf), []
       for start, stop, data in _parts(leaf):
-        alone = len(shared.get(start, ())) < 2
+        alone = len({self._order.domains[process] for process in holders[start]}) < 2
         pieces[name].append(Piece(start, stop, offset, data.nbytes, alone))
         arrays.append(data)
         offset += data.nbytes
@@ -336,13 +341,30 @@ class MemoryCopies:
   def _say(self, said: Mapping[str, Any]) -> None:
     os.write(self._order.link, json.dumps(said).encode() + b"\n")
 
-  def _holders(self, leaf: Any) -> dict[tuple[int, ...], set[int]]:
-    """Returns the hosts that have each part of an array, by where the part begins."""
-    result: dict[tuple[int, ...], set[int]] = {}
-    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-      start = tuple(one.indices(size)[0] for one, size in zip(index, leaf.shape, strict=True))
-      result.setdefault(start, set()).add(self._order.domains[device.process_index])
-    return result
+
+def _holders(leaf: Any) -> dict[tuple[int, ...], set[int]]:
+  """Returns the processes that have each part of an array, by where the part begins."""
+  result: dict[tuple[int, ...], set[int]] = {}
+  for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+    start = tuple(one.indices(size)[0] for one, size in zip(index, leaf.shape, strict=True))
+    result.setdefault(start, set()).add(device.process_index)
+  return result
+
+
+def kept_bytes(leaves: Iterable[Any]) -> tuple[int, int]:
+  """Returns the most that a supervisor keeps of its own process's state, and of its neighbour's.
+
+  Args:
+    leaves: the state's arrays, abstract or not, with their shardings; a process is on a host of its own.
+  """
+  own, alone = collections.Counter[int](), collections.Counter[int]()
+  for leaf in leaves:
+    size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+    for processes in _holders(leaf).values():
+      own.update(dict.fromkeys(processes, size))
+      alone.update(dict.fromkeys(processes, size) if len(processes) == 1 else {})
+  several = len(own) > 1
+  return SLOTS * max(own.values(), default=0), SLOTS * max(alone.values(), default=0) * several
 
 
 def _parts(leaf: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Any]]:
@@ -358,18 +380,6 @@ def _parts(leaf: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Any]]:
 
 def _bytes(array: np.ndarray) -> memoryview:
   return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def missing_elements(headers: Sequence[Header]) -> int:
-  """Returns how many elements of a state's arrays are in none of these copies of it."""
-  if not headers:
-    return 1
-  missing = 0
-  for name, leaf in headers[0].record["leaves"].items():
-    parts = {piece.start: piece for header in headers for piece in header.pieces.get(name, ())}
-    there = sum(int(np.prod(piece.shape, dtype=np.int64)) for piece in parts.values())
-    missing += int(np.prod(leaf["shape"], dtype=np.int64)) - there
-  return missing
 
 
 _own: list[MemoryCopies] = []

@@ -130,7 +130,8 @@ class Leader:
       await self._members[own].connection.send(message)
 
   async def _send_all(self, message: Message) -> None:
-    for own in self._there():
+    """Sends a message to all, to this leader's own supervisor last: it may be the last message."""
+    for own in sorted(self._there(), key=lambda own: own == self._place.own):
       await self._send(own, message)
 
   async def _ping(self) -> None:
@@ -312,7 +313,7 @@ class Leader:
       kind = message["kind"]
       if kind == "ended" and message["generation"] == self._place.generation:
         ended[own] = message["code"]
-        if message["code"] in _FINAL:
+        if message["asked"] or self._is_final(message["code"], used):
           if len(ended) == len(used) or message["code"]:
             await asyncio.sleep(_LAST_WORDS_SECONDS if len(ended) < len(used) else 0)
             return max(ended.values())
@@ -337,6 +338,14 @@ class Leader:
           self._fault_time = time.monotonic()
           self._say(JOINED, f"process {own} is back", processes=wider)
           return None
+
+  def _is_final(self, code: int, used: Sequence[int]) -> bool:
+    """Returns whether another start would end likewise.
+
+    A mistake of the user's shows before anything is trained; later, that others did not come in time.
+    """
+    has_trained = any(self._members[own].copied for own in used)
+    return code in _FINAL and not (code == EXIT_USER_ERROR and has_trained)
 
   def _fault(self, own: int, text: str) -> bool:
     """Takes note of a fault; whether all may start again."""

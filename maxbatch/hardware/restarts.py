@@ -3,13 +3,14 @@
 import collections
 import dataclasses
 import json
+import math
 import signal
 from collections.abc import Sequence
 
 from maxbatch.batch.from_config import mesh_of, plan_batches
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
-from maxbatch.hardware.copies import Header, missing_elements
+from maxbatch.hardware.copies import Header
 from maxbatch.hardware.messages import Message
 
 
@@ -77,6 +78,18 @@ def newest_copy(supervisors: Sequence[Message]) -> tuple[int, int]:
       copies[header.key[0], header.key[1]].append(header)
   whole = [key for key, headers in copies.items() if not missing_elements(headers)]
   return max(whole, default=(0, 0))
+
+
+def missing_elements(headers: Sequence[Header]) -> int:
+  """Returns how many elements of a state's arrays are in none of these copies of it."""
+  if not headers:
+    return 1
+  missing = 0
+  for name, leaf in headers[0].record["leaves"].items():
+    parts = {piece.start: piece for header in headers for piece in header.pieces.get(name, ())}
+    there = sum(math.prod(piece.shape) for piece in parts.values())
+    missing += math.prod(leaf["shape"]) - there
+  return missing
 
 
 def how_ended(code: int) -> str:

@@ -58,7 +58,7 @@ class Supervisor:
     self._leader: Leader | None = None
     self._up: Connection | None = None
     self._called = ""
-    self._devices = 0
+    self._devices, self._was_asked = 0, False
     self._tasks = set[asyncio.Task[Any]]()
 
   async def run(self) -> int:
@@ -99,6 +99,7 @@ class Supervisor:
     """Hands a signal on to the training process; without one, ends at once."""
     if self._child is None or self._child.returncode is not None:
       os._exit(128 + number)
+    self._was_asked = True
     self._child.send_signal(number)
 
   # Who leads.
@@ -216,18 +217,21 @@ class Supervisor:
   async def _keep(self, message: Message, connection: Connection) -> None:
     """Takes another host's part of a copy."""
     header, failure = Header.decoded(json.dumps(message["header"]).encode()), ""
-    content = await connection.receive_bytes(header.data_bytes)
-    if header.key[0] == self.place.generation:
-      # Whoever sends a copy knows that the one before is whole, and the one before that not needed.
-      for older in sorted(self._others, key=lambda slot: slot.made)[: 1 - SLOTS]:
-        older.clear()
-      empty = next((slot for slot in self._others if slot.header() is None), None)
-      try:
-        slot = empty or Slot()
-        slot.write(header, [content])
-        self._others += [] if empty else [slot]
-      except OSError as error:
-        failure = str(error)
+    # Whoever sends a copy knows that the one before is whole, and the one before that not needed.
+    for older in sorted(self._others, key=lambda slot: slot.made)[: 1 - SLOTS]:
+      older.clear()
+    if all(slot.header() for slot in self._others):
+      self._others.append(Slot())
+    slot = next(slot for slot in self._others if slot.header() is None)
+    try:
+      offset, left = slot.begin(header), header.data_bytes
+      while left:
+        piece = await connection.receive_bytes(min(_PIECE_BYTES, left))
+        offset, left = slot.append(piece, offset), left - len(piece)
+      if header.key[0] == self.place.generation:
+        slot.finish(header)
+    except OSError as error:
+      failure = str(error)
     await connection.send({"kind": "kept", "failure": failure})
 
   # What the leader says.
@@ -295,6 +299,7 @@ class Supervisor:
         pass_fds=sorted({its.fileno(), *order["slots"], *held}),
         env=os.environ | {VARIABLE: json.dumps(order)},
         preexec_fn=_end_with_parent,
+        start_new_session=True,  # Ctrl-C reaches it once, from here.
       )
     self._link = Connection(*await asyncio.open_connection(sock=ours, limit=LONGEST_LINE_BYTES))
     self._spawn(self._listen(self._link, message["next"], leader))
@@ -311,7 +316,8 @@ class Supervisor:
     if self._child is not child:
       return  # It was to end.
     with contextlib.suppress(OSError):
-      await leader.send({"kind": "ended", "code": code, "generation": generation})
+      ended = {"kind": "ended", "code": code, "generation": generation, "asked": self._was_asked}
+      await leader.send(ended)
 
   async def _listen(self, link: Connection, neighbour: str, leader: Connection) -> None:
     """Hears of the training process's copies, and sends what others lack to the next host."""

@@ -38,7 +38,7 @@ from maxbatch.models.registry import parameter_counts
 from maxbatch.modes.initialization import Initialization, find_initialization, saving_frozen
 from maxbatch.modes.method import Method, Passed, Purpose, ResolvedRun
 from maxbatch.modes.start import check_same_run
-from maxbatch.modes.summary import description
+from maxbatch.modes.summary import copies_kept, description
 from maxbatch.precision.formats import compute_format
 from maxbatch.run_folder.metrics import each_record
 from maxbatch.run_folder.paths import RunFolder
@@ -183,6 +183,9 @@ def prepare(
     extra = resolved.training.extra_bytes(trainer)
     memory = check_memory(config, plan, state, target.devices, extra)
   passed(("memory", memory, ()))
+  if config.distributed.elastic:
+    with sync_errors():
+      passed(("copies", copies_kept(trainer), ()))
   passed(("learning rate", _rates(config, plan), ()))
   with one_process_at_a_time():
     training = resolved.training

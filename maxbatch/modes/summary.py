@@ -5,14 +5,18 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.command_line.screen import colored, for_screen, printable
+from maxbatch.compile.program import gib
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
+from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import write_shared_file
-from maxbatch.hardware.devices import describe_devices
+from maxbatch.hardware.copies import kept_bytes
+from maxbatch.hardware.devices import describe_devices, machine_bytes
 from maxbatch.models.registry import Parameters, parameter_counts
 from maxbatch.modes.method import ResolvedRun
 from maxbatch.run_folder.metrics import each_record
@@ -47,7 +51,27 @@ def _described(
   yield f"Mesh    {resolved.plan.topology} on {describe_devices(list(trainer.mesh.devices.flat))}"
   for line in undivided_parameters(trainer):
     yield f"        {line}"
+  if resolved.config.distributed.elastic:
+    yield f"Copies  {copies_kept(trainer)}"
   yield f"Folder  {resolved.folder.path}"
+
+
+def copies_kept(trainer: Trainer) -> str:
+  """Says how much of each host's memory copies of the state take (hardware/copies.py).
+
+  Raises:
+    UserError: more than it has.
+  """
+  own, others = kept_bytes(jax.tree.leaves(trainer.abstract_saved))
+  parts = (
+    f"two of its part of the state {gib(own)}, two of what its neighbour alone has {gib(others)}"
+  )
+  if own + others > machine_bytes():
+    raise UserError(
+      f"elastic=true keeps {gib(own + others)} in each host's memory ({parts}), which is {gib(machine_bytes())}; "
+      "divide the state over more hosts, by ici_fsdp_parallelism, or set elastic=false"
+    )
+  return f"{gib(own + others)} of each host's memory: {parts}"
 
 
 class SampleTexts:

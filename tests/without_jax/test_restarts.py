@@ -2,8 +2,9 @@
 
 import json
 import socket
+import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from maxbatch.batch.from_config import check_keeps_batch
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
-from maxbatch.hardware.copies import Header, MemoryCopies, Order, Piece, Slot, missing_elements
-from maxbatch.hardware.restarts import choose_hosts, how_ended, newest_copy
+from maxbatch.hardware.copies import Header, MemoryCopies, Order, Piece, Slot, kept_bytes
+from maxbatch.hardware.restarts import choose_hosts, how_ended, missing_elements, newest_copy
 
 RECORD = {"step": 7, "leaves": {"w": {"shape": [4, 3], "dtype": "float32"}}}
 
@@ -150,3 +151,32 @@ def test_what_cannot_keep_its_batch_is_refused(keys, words):
   with pytest.raises(UserError, match=words):
     check_keeps_batch(config(*keys))
   check_keeps_batch(config())
+
+
+def leaf(*rows: slice) -> Any:
+  """An array float32[4, 3], of which each of two processes has the rows of two devices."""
+  devices = [types.SimpleNamespace(process_index=number // 2, number=number) for number in range(4)]
+  sharding = types.SimpleNamespace(
+    devices_indices_map=lambda _: {
+      _Named(each.process_index, each.number): (part, slice(None))
+      for each, part in zip(devices, rows, strict=True)
+    },
+    shard_shape=lambda shape: (len(range(*rows[0].indices(shape[0]))), shape[1]),
+  )
+  return types.SimpleNamespace(shape=(4, 3), dtype=np.float32, sharding=sharding)
+
+
+class _Named(NamedTuple):
+  process_index: int
+  number: int
+
+
+def test_the_memory_that_copies_take_is_known_before_the_run():
+  """Two of a process's own part, and two of what only its neighbour has."""
+  everywhere = leaf(*[slice(None)] * 4)
+  divided = leaf(*(slice(row, row + 1) for row in range(4)))
+  halves = leaf(slice(0, 2), slice(2, 4), slice(0, 2), slice(2, 4))
+  assert kept_bytes([everywhere]) == (2 * 48, 0)
+  assert kept_bytes([divided]) == (2 * 24, 2 * 24)
+  assert kept_bytes([halves]) == (2 * 48, 0)
+  assert kept_bytes([everywhere, divided]) == (2 * 72, 2 * 24)
