@@ -20,6 +20,7 @@ from maxbatch.pipeline_parallel.drawings import timetable_chart
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.schedule import timetable
 from maxbatch.plots.chart import Bars, Chart, Panel
+from maxbatch.plots.interactive import COLORS
 from maxbatch.plots.page import rendered
 from maxbatch.run_folder.events import START
 from maxbatch.run_folder.history import RunHistory, span, status_of
@@ -32,6 +33,8 @@ _MOST_CELLS = 1500
 _NUM_LARGEST = 12
 _WRONG_BY = 1.25
 """An estimate further off is called wrong."""
+_AGAIN = 0.5
+"""Opacity of colors that are used a second time."""
 _TRAINING = "training"
 _TEMPLATES = Path(__file__).parent / "templates"
 _SECTIONS = {
@@ -86,7 +89,7 @@ def _shown(run: RunHistory) -> SimpleNamespace:
   shares = [(name, span(each), f"{each / total:.1%}") for name, each in uses.items()]
   begins = itertools.accumulate(uses.values(), initial=0.0)
   bars = [
-    Bars(name, ["time"], [seconds], [begin], color=number)
+    Bars(name, ["time"], [seconds], [begin], number, 1.0 if number < len(COLORS) else _AGAIN)
     for number, ((name, seconds), begin) in enumerate(zip(uses.items(), begins, strict=False))
   ]
   time_chart = Chart("where the time went", ["seconds"], [Panel("", bars)], row_names=["time"])
