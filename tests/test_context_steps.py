@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from initial_states import initial_state, random_parameters
@@ -18,6 +19,7 @@ from support import (
 )
 
 from maxbatch.data.rows import Rows
+from maxbatch.models import context_attention
 from maxbatch.models.registry import Parameters, build_model
 from maxbatch.training import metrics
 from maxbatch.training.evaluation import EvalMetrics, eval_function, eval_shardings
@@ -30,6 +32,8 @@ T, ROWS, RATE = 20, 24, np.float32(1000)
 """A third of the rows is padding. Beside such an update rounding of the parameters is nothing."""
 SIZES = {**SMALLEST, "max_target_length": T, "opt_type": "sgd", "gradient_clipping_threshold": 0}
 SIZES |= {"base_num_query_heads": 4, "num_vocab_tiling": 2, "z_loss_multiplier": 0.01}
+Keys = tuple[tuple[str, object], ...]
+STRATEGY, BALANCE = "context_parallel_strategy", "context_parallel_load_balance"
 MODELS = {
   "rope": {"base_num_kv_heads": 1, "base_num_decoder_layers": 2, "attn_logits_soft_cap": 5}
   | {"sliding_window_size": 7, "layer_types": "[sliding_attention,full_attention]"}
@@ -43,7 +47,7 @@ MODELS = {
 """With windows and documents that begin and end within a device's tokens, and go on over several."""
 
 
-def rows_of(name: str) -> Rows:
+def rows_of(name: str, T: int = T) -> Rows:
   """Packed documents, of which the first ends after 3 tokens in one row, 4 in the next, …; or whole rows."""
   rows, place_1T = uneven_rows(ROWS, T), np.arange(T)[None]
   if name == "latent":
@@ -56,9 +60,17 @@ def rows_of(name: str) -> Rows:
   )
 
 
-def trainer(name: str, sizes: dict[str, int], dispatches: int = 0) -> Trainer:
+def trainer(
+  name: str,
+  sizes: dict[str, int],
+  dispatches: int = 0,
+  keys: Keys = (),
+  T: int = T,
+) -> Trainer:
   """Of fused steps, or of streamed ones in so many dispatches."""
-  settings = config(**SIZES | MODELS[name])
+  # The mesh is made here: these say only that its keys are read.
+  shared = {"ici_context_parallelism": sizes.get("context", 1)} if keys else {}
+  settings = config(**SIZES | MODELS[name] | {"max_target_length": T} | shared | dict(keys))
   model = build_model(settings.model, T, trainable=("*",))
   optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches or 1)
   measures = Measures(chosen_metrics(metrics.METRICS), settings.noise.gns_from_microbatches)
@@ -67,18 +79,19 @@ def trainer(name: str, sizes: dict[str, int], dispatches: int = 0) -> Trainer:
 
 
 @functools.cache
-def parameters(name: str) -> Parameters:
-  return random_parameters(trainer(name, {}).model, seed=4)
+def parameters(name: str, T: int = T) -> Parameters:
+  return random_parameters(trainer(name, {}, T=T).model, seed=4)
 
 
 def stepped(parts: Trainer, name: str, k: int) -> tuple[Parameters, StepMetrics]:
   """The parameters after a step of k microbatches, and what it reports."""
-  fed = in_microbatches(rows_of(name), k, k)
+  T = parts.model.max_target_length
+  fed = in_microbatches(rows_of(name, T), k, k)
   pieces = [fed]
   if parts.streamed:
     pieces = [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)]
   pieces = [jax.device_put(piece, rows_shardings(piece, parts.mesh)) for piece in pieces]
-  state, reported = initial_state(parts, parameters(name)), None
+  state, reported = initial_state(parts, parameters(name, T)), None
   function, of_step = step_function(parts, pieces[0]), parts.microbatches(k)
   for piece in pieces:
     state, reported = function(state, piece, of_step, RATE)
@@ -86,24 +99,26 @@ def stepped(parts: Trainer, name: str, k: int) -> tuple[Parameters, StepMetrics]
 
 
 @functools.cache
-def whole(name: str, k: int = 1) -> tuple[Parameters, StepMetrics]:
+def whole(name: str, k: int = 1, T: int = T) -> tuple[Parameters, StepMetrics]:
   """Of one device."""
-  return stepped(trainer(name, {}), name, k)
+  return stepped(trainer(name, {}, T=T), name, k)
 
 
 @pytest.mark.parametrize(
-  ("name", "sizes", "k", "streamed"),
+  ("name", "sizes", "k", "streamed", "strategy"),
   [
-    ("rope", {"context": 2}, 1, False),
-    ("rope", {"context": 2, "fsdp": 2, "tensor": 2}, 3, False),
-    ("rope", {"context": 4, "data": 2}, 3, True),
-    ("learned", {"context": 4, "tensor": 2}, 2, False),
-    ("learned", {"context": 2, "data": 2, "fsdp": 2}, 2, False),
-    ("latent", {"context": 4, "fsdp": 2}, 1, False),
+    ("rope", {"context": 2}, 1, False, "all_gather"),
+    ("rope", {"context": 2, "fsdp": 2, "tensor": 2}, 3, False, "ring"),
+    ("rope", {"context": 4, "data": 2}, 3, True, "ulysses"),
+    ("learned", {"context": 4, "tensor": 2}, 2, False, "all_gather"),
+    ("learned", {"context": 2, "data": 2, "fsdp": 2}, 2, False, "ring"),
+    ("latent", {"context": 4, "fsdp": 2}, 1, False, "auto"),
   ],
 )
-def test_devices_that_share_rows_train_as_one_does(name, sizes, k, streamed):
-  params, found = stepped(trainer(name, sizes, k if streamed else 0), name, k)
+def test_devices_that_share_rows_train_as_one_does(name, sizes, k, streamed, strategy):
+  """Two have the first and the last tokens each (zigzag); four of 20 cannot, and have neighbours."""
+  keys = ((STRATEGY, strategy),)
+  params, found = stepped(trainer(name, sizes, k if streamed else 0, keys), name, k)
   # The noise scale of microbatches is that of the same microbatches.
   expected_params, expected = whole(name, k if name == "learned" else 1)
   before = trainer(name, {}).model.split(parameters(name))[0]
@@ -125,6 +140,48 @@ def test_devices_that_share_rows_train_as_one_does(name, sizes, k, streamed):
       assert value == pytest.approx(wanted, rel=2e-6)
 
 
+@pytest.mark.parametrize(
+  ("name", "strategy", "balance", "block"),
+  [
+    ("rope", "ring", True, 1024),
+    ("rope", "all_gather", False, 2),
+    ("learned", "ring", True, 2),
+    ("latent", "all_gather", True, 1024),
+  ],
+)
+def test_eight_devices_that_share_rows_train_as_one_does(
+  name, strategy, balance, block, monkeypatch
+):
+  """By blocks of two tokens, too, of which none sees all keys."""
+  monkeypatch.setattr(context_attention, "BLOCK", block)
+  monkeypatch.setattr(context_attention, "SMALLEST", 1)
+  keys = (STRATEGY, strategy), (BALANCE, balance)
+  params, found = stepped(trainer(name, {"context": 8}, keys=keys, T=32), name, 1)
+  expected_params, expected = whole(name, T=32)
+  before = trainer(name, {}, T=32).model.split(parameters(name, 32))[0]
+  updates, of_whole = (jax.tree.map(np.subtract, x, before) for x in (params, expected_params))
+  assert error(updates, of_whole) < 1e-6
+  assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("ways", [2, 4, 8])
+def test_all_devices_have_as_many_products_in_zigzag_order(ways):
+  """Of 4·ways² products of half a device's tokens with half of another's."""
+  counts = {}
+  for balance in (True, False):
+    keys = {"ici_context_parallelism": ways, BALANCE: balance, STRATEGY: "ring"}
+    with jax.sharding.use_abstract_mesh(mesh(context=ways).abstract_mesh):
+      order_T = context_attention.token_order(config(**SIZES | keys).model, 64)
+    places = jnp.asarray(np.arange(64) if order_T is None else order_T).reshape(ways, 2, -1)
+    first, halves = jnp.zeros(1), places.reshape(2 * ways, -1)
+    counts[balance] = [
+      sum(bool(context_attention.is_seen(first, own, keys)) for own in each for keys in halves)
+      for each in places
+    ]
+  assert counts[True] == [2 * ways + 1] * ways
+  assert counts[False] == [4 * device + 3 for device in range(ways)]
+
+
 @functools.cache
 def evaluated(context: int) -> EvalMetrics:
   parts, rows = trainer("rope", {"context": context}), rows_of("rope")
@@ -139,17 +196,29 @@ def test_an_evaluation_is_that_of_whole_rows():
   assert found.weight == expected.weight
 
 
-def messages(sizes: dict[str, int]) -> dict[str, int]:
+def messages(sizes: dict[str, int], strategy: str = "") -> dict[str, int]:
   """Those of a microbatch, by kind; of one layer's gathered weights there are as many everywhere."""
-  parts, rows = trainer("rope", sizes), in_microbatches(rows_of("rope"), 3, 3)
+  keys = ((STRATEGY, strategy),) if strategy else ()
+  parts, rows = trainer("rope", sizes, keys=keys), in_microbatches(rows_of("rope"), 3, 3)
   lowered = step_function(parts, rows).lower(parts.abstract, rows, np.int32(3), RATE)
   kinds = collectives(program_text(lowered))["loop"]
   return {kind: kinds.count(kind) for kind in set(kinds) - {"all-reduce"}}
 
 
-def test_a_layer_sends_keys_and_values_forward_and_their_gradients_back():
+@pytest.mark.parametrize(
+  ("strategy", "expected"),
+  [
+    # Keys and values forward and again backward, and their gradients.
+    ("all_gather", {"all-gather": 4, "reduce-scatter": 2}),
+    # Of keys and values one there, one in the backward pass; their gradients in it, and at its end.
+    ("ring", {"collective-permute": 8}),
+    # The gradient of a sink's logits comes from the devices that had its heads.
+    ("ulysses", {"all-to-all": 8, "all-gather": 1}),
+  ],
+)
+def test_a_layer_sends_what_its_strategy_says(strategy, expected):
   """Beside that what it sends is the weights, as with fsdp: nothing of the stream."""
-  with_context, with_fsdp = messages({"context": 2, "fsdp": 2}), messages({"fsdp": 4})
+  with_context = messages({"context": 2, "fsdp": 2}, strategy)
+  with_fsdp = messages({"fsdp": 4})
   more = {kind: count - with_fsdp.get(kind, 0) for kind, count in with_context.items()}
-  assert set(with_context) == {"all-gather", "reduce-scatter"}
-  assert more == {"all-gather": 2, "reduce-scatter": 2}
+  assert {kind: count for kind, count in more.items() if count} == expected

@@ -118,8 +118,9 @@ def test_unrolled_layers_have_the_masks_of_scanned_ones():
 def test_every_place_of_every_layer_has_its_own_key(monkeypatch):
   seen: list[bytes] = []
 
-  def record(x_BTD, rate, keys_B):
+  def record(x_BTD, rate, keys_B, places_T):
     assert rate == RATE
+    assert places_T is None
     seen.extend(np.asarray(jax.random.key_data(key)).tobytes() for key in keys_B)
     return x_BTD
 

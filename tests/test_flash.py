@@ -17,6 +17,7 @@ from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig
 from maxbatch.core.topology import Topology
+from maxbatch.data.rows import in_order
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.models import flash
@@ -335,6 +336,27 @@ def test_devices_with_their_own_rows_and_heads_equal_one(sizes: tuple[int, ...],
     got = with_gradients(on_data, *arrays)
   wanted = with_gradients(by_products(ids_BT, 40), *arrays)
   for ours, theirs in zip(got, wanted, strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "in_zigzag"), [(0, True), (200, False)])
+def test_devices_that_gather_keys_mask_them_for_their_own_tokens(window: int, in_zigzag: bool):
+  mesh, T = make_mesh(Topology.of(context=2), jax.devices()[:2]), 512
+  arrays, ids_BT = operands(2, 1, T), segments(2, T)
+  places_T = np.arange(T).reshape(4, -1)[[0, 3, 1, 2]].reshape(-1)
+  order_T = places_T if in_zigzag else None
+  places_T = places_T if in_zigzag else np.arange(T)
+
+  def attend(*arrays):
+    q, k, v, ids = (in_order(x, places_T) for x in (*arrays, ids_BT))
+    out = flash.flash_attention_to_all_keys(
+      q, k, v, ids, window, order_T, keeps_all=in_zigzag, interpret=True
+    )
+    return in_order(out, np.argsort(places_T))
+
+  with jax.set_mesh(mesh):
+    got = with_gradients(attend, *arrays)
+  for ours, theirs in zip(got, with_gradients(by_products(ids_BT, window), *arrays), strict=True):
     np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
 
 

@@ -23,6 +23,7 @@ from maxbatch.config.schema import (
   OptimizerConfig,
   RLConfig,
   RunConfig,
+  context_strategy,
 )
 from maxbatch.core.keys import BatchKeys, GivenSizes, text
 from maxbatch.core.make_plan import derive, plan
@@ -198,14 +199,29 @@ def sparse_experts(model: ModelConfig, plan: BatchPlan) -> list[str]:
 
 
 def _check_context(config: Config, mesh: Topology) -> None:
-  """Refuses rows whose tokens the devices that share them cannot divide evenly."""
+  """Refuses rows whose tokens, or heads, the devices that share them cannot divide evenly."""
   ways, length = mesh.shape.get("context", 1), config.batch.max_target_length
-  if length % ways:
-    near = " or ".join(str(size) for size in nearest_multiples(ways, Fraction(length)))
+  if ways == 1:
+    return
+  ici, dcn, tensor = mesh.ici["context"], mesh.dcn["context"], mesh.shape["tensor"]
+  keys = f"(ici_context_parallelism={ici} × dcn_context_parallelism={dcn})"
+  strategy, heads = context_strategy(config.model, tensor, ways), config.model.base_num_query_heads
+  if strategy == "ulysses" and heads % (tensor * ways):
     raise UserError(
-      f"max_target_length={length} must be a multiple of the {ways} devices that share the tokens of a row "
-      f"(ici_context_parallelism={mesh.ici['context']} × dcn_context_parallelism={mesh.dcn['context']}); "
-      f"nearest: max_target_length={near}"
+      f"context_parallel_strategy=ulysses: base_num_query_heads={heads} must be a multiple of tensor "
+      f"{tensor} × the {ways} devices that share the tokens of a row {keys}; use "
+      "context_parallel_strategy=ring, all_gather or auto"
+    )
+  is_text = config.pipeline.pipeline_schedule == "none" and not is_rl(config.rl)
+  in_halves = is_text and strategy != "ulysses" and config.model.context_parallel_load_balance
+  unit = 2 * ways if in_halves else ways
+  if length % unit:
+    near = " or ".join(str(size) for size in nearest_multiples(unit, Fraction(length)))
+    halves = "2 (context_parallel_load_balance=true) × " if in_halves else ""
+    other = "" if length % ways else ", or context_parallel_load_balance=false"
+    raise UserError(
+      f"max_target_length={length} must be a multiple of {halves}the {ways} devices that share the tokens of "
+      f"a row {keys}; nearest: max_target_length={near}{other}"
     )
 
 

@@ -8,9 +8,11 @@ may change (config/declare.py). `configs/base.yml` is written from them (`base_f
 import dataclasses
 import functools
 import json
+import math
 import types
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from typing import Literal
 
 from maxbatch.config.declare import Key, PlugIns, Section, declared, helps
 from maxbatch.config.keys.batch import BatchConfig, MeshConfig, PipelineConfig
@@ -207,3 +209,24 @@ def attention_matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
   made = N * (config.qk_nope_head_dim + values)
   to_keys = ((D, latent + config.qk_rope_head_dim), (latent, made))
   return (*to_queries, *to_keys, (N * values, D))
+
+
+ContextStrategy = Literal["all_gather", "ring", "ulysses"]
+
+
+def context_strategy(config: ModelConfig, tensor: int, context: int) -> ContextStrategy:
+  """Returns context_parallel_strategy for so many devices along either axis, `auto` resolved.
+
+  Ulysses needs heads that devices divide. It computes what one device would, with kernels too, and holds
+  no more of a row; so does the ring, by matrix products alone, while its messages are under way. Which
+  sends less depends on the heads: an all-to-all a part of queries, keys, values and results, the ring
+  all keys and values.
+  """
+  if config.context_parallel_strategy != "auto":
+    return config.context_parallel_strategy
+  N, K = config.base_num_query_heads, config.base_num_kv_heads
+  ways = tensor * context
+  if config.attention == "flash":
+    return "all_gather" if N % ways else "ulysses"
+  sent = 2 * (N + math.lcm(K, ways)) / context
+  return "ring" if N % ways or sent > 2 * math.lcm(K, tensor) else "ulysses"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from maxbatch.config.find import did_you_mean, shown
 from maxbatch.data.formats.arrow import ARROW, PARQUET
-from maxbatch.data.formats.format import RecordFormat
-from maxbatch.data.formats.jsonl import JSONL
+from maxbatch.data.formats.format import JSONL, RecordFormat
 from maxbatch.data.formats.tf_records import ARRAY_RECORD, TFRECORD
 from maxbatch.data.sources import SourceFile, Sources, Wanted, listed
 from maxbatch.errors import UserError, first_of

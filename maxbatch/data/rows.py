@@ -28,6 +28,7 @@ import numpy as np
 
 from maxbatch.batch.row_plan import row_of_step
 from maxbatch.errors import RowsError
+from maxbatch.hardware.sharding import constrain
 
 
 @jax.tree_util.register_dataclass
@@ -57,11 +58,39 @@ class Rows(NamedTuple):
   """int32[..., B, T]: tokens see only tokens of the same segment; None: the row is one segment."""
   positions: jax.Array | None = None
   """int32[..., B, T]: position inside the segment; None: 0 … T−1."""
+  places: np.ndarray | None = None
+  """int32[T]: where each token of a row was read, while devices that share rows have them in another
+  order, which is known when a step is compiled; None: 0 … T−1."""
   checksums: jax.Array | None = None
   """uint32[..., B]: of each row as it was read, for its sample; None: the rows were checked on the
   host that has read them, or no loader made them."""
   routes: Routes | None = None
   """None: they were not sampled, or not from a mixture of experts."""
+
+  def in_order(self, order_T: np.ndarray) -> "Rows":
+    """Returns the rows (B, T) with their tokens in another order; what depends on a token's place in a row
+    has to know of `places`."""
+    arrays = {name: x for name in TOKEN_FIELDS if (x := self._asdict()[name]) is not None}
+    moved = {name: whole_in_order(x, order_T) for name, x in arrays.items()}
+    routes = self.routes
+    if routes is not None:
+      routes = dataclasses.replace(routes, experts=in_order(routes.experts, order_T))
+    return self._replace(**moved, routes=routes, places=order_T)
+
+
+def whole_in_order(x_BT: jax.Array, order_T: np.ndarray) -> jax.Array:
+  """Returns `in_order` on devices that have whole rows, each of its own, and send none."""
+  whole = functools.partial(constrain, axes=("batch", None))
+  return whole(in_order(whole(x_BT), order_T))
+
+
+def in_order(x: jax.Array, order_T: np.ndarray, dim: int = 1) -> jax.Array:
+  """Returns an array with its tokens in another order: slices of those that stay together, which the
+  compiler divides where a gather could not be."""
+  starts = np.flatnonzero(np.diff(order_T, prepend=-2) != 1)
+  runs = np.split(order_T, starts[1:])
+  slices = [jax.lax.slice_in_dim(x, int(run[0]), int(run[-1]) + 1, axis=dim) for run in runs]
+  return jnp.concatenate(slices, axis=dim)
 
 
 Numbers = TypeVar("Numbers", np.ndarray, jax.Array)

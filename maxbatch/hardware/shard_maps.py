@@ -61,56 +61,6 @@ def over_rows(
   )(stored, *rows)
 
 
-def over_queries(
-  attend: Callable[..., jax.Array],
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  first_BT: jax.Array,
-  sink_BN: jax.Array | None,
-) -> jax.Array:
-  """Runs attention on each device for the queries of its own tokens of a row, to the keys of all:
-  (B, T, N, H) → (B, T, N, H).
-
-  Keys and values are all-gathered before, and their gradients reduce-scattered after; where no axis
-  divides tokens, nothing is. All other axes are taken too: the compiler would gather rows along them.
-
-  Args:
-    attend: of queries, all keys and values, `first_BT`, `sink_BN`, and int32[T], the places of these
-      queries in the row; None: they are all there are.
-    first_BT: int32[B or 1, T], of each query.
-    sink_BN: float32[B or 1, N]; None: there is none.
-  """
-  sizes = auto_axis_sizes()
-  if sizes["context"] == 1 or q_BTNH.shape[1] % sizes["context"]:
-    return attend(q_BTNH, k_BSKH, v_BSKH, first_BT, sink_BN, None)
-
-  def local(q, k, v, first_BT, sink_BN):
-    T = q.shape[1]
-    places_T = jax.lax.axis_index("context") * T + jnp.arange(T)
-    k, v = (_all_parts(x, 1, ("context",)) for x in (k, v))
-    return attend(q, k, v, first_BT, sink_BN, places_T)
-
-  N, tensor = q_BTNH.shape[2], sizes["tensor"]
-  k_BSKH, v_BSKH = (divisible_heads(x, N, tensor) for x in (k_BSKH, v_BSKH))
-  used = {name for name, size in sizes.items() if size > 1}
-
-  def place(x: jax.Array, *axes: str) -> PartitionSpec:
-    return _only(used, auto_axes_spec(axes, x.shape))
-
-  heads = (place(x, "batch", "length", "heads", "head_dim") for x in (q_BTNH, k_BSKH, v_BSKH))
-  queries, keys, values = heads
-  first = place(first_BT, "batch", "length")
-  sink = None if sink_BN is None else place(sink_BN, "batch", "heads")
-  return jax.shard_map(
-    local,
-    in_specs=(queries, keys, values, first, sink),
-    out_specs=queries,
-    axis_names=used,
-    check_vma=False,
-  )(q_BTNH, k_BSKH, v_BSKH, first_BT, sink_BN)
-
-
 def divisible_heads(x_BSKH: jax.Array, num_query_heads: int, ways: int) -> jax.Array:
   """Repeats key/value heads until `ways` devices divide them, where they divide the query heads.
 
@@ -211,6 +161,11 @@ def ring_gathered(x: jax.Array) -> jax.Array:
 def ring_summed(x: jax.Array) -> jax.Array:
   """Sums arrays (B, …) over the devices that divide experts, each of which keeps its own rows."""
   return jax.lax.psum_scatter(x, "expert", scatter_dimension=0, tiled=True)
+
+
+def to_own_tokens(x: jax.Array) -> jax.Array:
+  """Sums arrays (n, …) over the devices that share rows, each of which keeps its own part of n."""
+  return _summed(x, 0, ("context",))
 
 
 def _gathered_along(part: jax.Array, place: PartitionSpec) -> jax.Array:

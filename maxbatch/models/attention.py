@@ -15,13 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxbatch.config.schema import ModelConfig, is_latent, query_dim, rotated_dim
-from maxbatch.data.rows import Routes
-from maxbatch.hardware.shard_maps import over_queries
+from maxbatch.config.schema import (
+  ModelConfig,
+  context_strategy,
+  is_latent,
+  query_dim,
+  rotated_dim,
+)
+from maxbatch.data.rows import Routes, Rows, whole_in_order
 from maxbatch.hardware.sharding import auto_axis_sizes, constrain
 from maxbatch.hugging_face.model_keys import layer_types
 from maxbatch.models import flash
-from maxbatch.models.cache import LayerCache, dot_product_attention
+from maxbatch.models.cache import LayerCache
+from maxbatch.models.context_attention import attention_by_products
 from maxbatch.models.forms import rotated
 from maxbatch.models.layers import Norm, Projection, constant, over_rows_of
 from maxbatch.models.probes import Probe, probe, probe_values
@@ -105,6 +111,8 @@ class AttentionContext(NamedTuple):
   """bool: tokens that count in what experts are sent; None: all."""
   routes: Routes | None = None
   """Of this layer."""
+  places_T: np.ndarray | None = None
+  """Of tokens in another order, `Rows.places`."""
   layer: jax.Array | int = 0
   """The number of the layer in the model."""
 
@@ -122,6 +130,8 @@ class LayerContexts:
   """That of all layers."""
   routes: Routes | None = None
   """Those of all layers."""
+  places_T: np.ndarray | None = None
+  """Likewise."""
 
   def of(self, layer: jax.Array | int) -> AttentionContext:
     """Returns the context of layer `layer` of the model; its number may be data, as in a scan or a
@@ -130,7 +140,8 @@ class LayerContexts:
     if routes is not None:
       experts_BTK = jax.lax.dynamic_index_in_dim(routes.experts, layer, 2, keepdims=False)
       routes = dataclasses.replace(routes, experts=experts_BTK)
-    return self._of_kind(layer)._replace(counts_BT=self.counts_BT, routes=routes, layer=layer)
+    of_all = {"counts_BT": self.counts_BT, "places_T": self.places_T}
+    return self._of_kind(layer)._replace(**of_all, routes=routes, layer=layer)
 
   def _of_kind(self, layer: jax.Array | int) -> AttentionContext:
     if self.sliding is self.full:
@@ -141,19 +152,14 @@ class LayerContexts:
     return jax.tree.map(lambda *either: jnp.where(slides, *either), self.sliding, self.full)
 
 
-def attention_contexts(
-  config: ModelConfig,
-  length: int,
-  segment_ids_BT: jax.Array | None,
-  positions_BT: jax.Array | None,
-) -> LayerContexts:
-  """Returns the reach and rotations of rows of `length` tokens, for the layers of either kind."""
-  positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
-
-  def first_seen(window: int) -> jax.Array:
-    return _first_seen(length, window, segment_ids_BT)
-
-  return _contexts(config, positions, first_seen, segment_ids_BT)
+def attention_contexts(config: ModelConfig, rows: Rows) -> LayerContexts:
+  """Returns the reach and rotations of the tokens of rows, for the layers of either kind."""
+  length = rows.inputs.shape[1]
+  places_T = jnp.asarray(np.arange(length) if rows.places is None else rows.places)
+  positions_BT = places_T[None] if rows.positions is None else rows.positions
+  first_seen = functools.partial(_first_seen, rows, places_T)
+  contexts = _contexts(config, positions_BT, first_seen, rows.segment_ids)
+  return dataclasses.replace(contexts, places_T=rows.places)
 
 
 def next_token_contexts(
@@ -182,7 +188,8 @@ def _contexts(
       cos, sin = _rotations(positions_BT, rotated_dim(config), timescale, factors_H)
       if scale != 1:
         cos, sin = scale * cos, scale * sin
-    return AttentionContext(first_seen(window), cos, sin, segment_ids_BT, window > 0)
+    first_BT = first_seen(window)
+    return AttentionContext(first_BT, cos, sin, segment_ids_BT, window > 0)
 
   slides_L = sliding_layers(config)
   timescale, local = config.rope_max_timescale, config.local_rope_max_timescale
@@ -196,17 +203,22 @@ def _contexts(
   return LayerContexts(sliding, full, slides_L)
 
 
-def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
+def _first_seen(rows: Rows, places_T: jax.Array, window: int) -> jax.Array:
   """Returns where what a token sees begins: its segment, a run of equal ids, or a later window."""
-  places_1T = jnp.arange(length)[None]
+  places_1T = places_T[None]
   first_BT = jnp.zeros_like(places_1T)
-  if segment_ids_BT is not None:
-    before_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    begins_BT = jnp.where(segment_ids_BT != before_BT, places_1T, 0)
+  ids_BT, order_T = rows.segment_ids, rows.places
+  if ids_BT is not None:
+    if order_T is not None:
+      ids_BT = whole_in_order(ids_BT, np.argsort(order_T))
+    before_BT = jnp.pad(ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    begins_BT = jnp.where(ids_BT != before_BT, jnp.arange(ids_BT.shape[1])[None], 0)
     first_BT = jax.lax.cummax(begins_BT, axis=1)
     if auto_axis_sizes()["context"] > 1:
       # Of whole rows on each device: a scan over divided tokens would send messages.
       first_BT = constrain(first_BT, ("batch", None))
+    if order_T is not None:
+      first_BT = whole_in_order(first_BT, order_T)
   if window:
     first_BT = jnp.maximum(first_BT, places_1T - window + 1)
   return first_BT
@@ -292,13 +304,8 @@ class Attention(nnx.Module):
     elif self.config.attention == "flash" and flash.has_devices():
       out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at, sink_BN)
     else:
-      rows = q_BTNH, k_BSKH, v_BSKH, at.first_BT, sink_BN
-
-      def attend(q, k, v, first_BT, sink_BN, places_T):
-        return dot_product_attention(q, k, v, first_BT, cap, self.policy, sink_BN, places_T)
-
-      out_BTNH = over_queries(attend, *rows)
-      out_BTNH = named(out_BTNH, "context")
+      rows = q_BTNH, k_BSKH, v_BSKH, at.first_BT, sink_BN, at.places_T
+      out_BTNH = attention_by_products(self.config, self.policy, *rows)
     out_BTNH = named(self.policy.cast(out_BTNH), "attention_out")
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))
 
@@ -312,10 +319,16 @@ class Attention(nnx.Module):
   ) -> jax.Array:
     """Attends by a kernel with a compiled window: where it is data there are two."""
 
+    config, sizes, by_shard = self.config, auto_axis_sizes(), {}
+    if context_strategy(config, sizes["tensor"], sizes["context"]) == "all_gather":
+      keeps_all = config.remat_policy == "none"
+      by_shard = {"order_T": at.places_T, "keeps_all": keeps_all}
+
     def attend(window: int) -> Callable[..., jax.Array]:
       return functools.partial(
-        flash.flash_attention,
+        flash.flash_attention_to_all_keys if by_shard else flash.flash_attention,
         segment_ids_BT=at.segment_ids_BT,
+        **by_shard,
         window=window,
         soft_cap=self.config.attn_logits_soft_cap,
         sink_BN=sink_BN,

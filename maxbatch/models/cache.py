@@ -16,7 +16,7 @@ lead in every product, the layout that XLA's CPU backend multiplies fastest.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,6 @@ def dot_product_attention(
   soft_cap: float = 0.0,
   policy: Policy = PLAIN,
   sink_BN: jax.Array | None = None,
-  places_T: jax.Array | None = None,
 ) -> jax.Array:
   """Returns attention (B, T, N, H) of each query to the keys from its first to itself; softmax in float32.
 
@@ -46,26 +45,24 @@ def dot_product_attention(
     soft_cap: logits become cap·tanh(logit/cap) (Gemma 2); 0: they stay as they are.
     policy: in which format the operands of matrix products are, these and those made here.
     sink_BN: float32[B or 1, N]: a logit of each head beside those of the keys, without a value (gpt-oss).
-    places_T: int32: the places of the queries among the keys, where they are some of the row's tokens.
   """
   B, T, N, H = q_BTNH.shape
   K, G = k_BSKH.shape[2], N // k_BSKH.shape[2]
   # The G heads that share keys become rows of one product: X = G·T.
   q_BKXH = policy.cast(q_BTNH / math.sqrt(H)).transpose(0, 2, 1, 3).reshape(B, K, G * T, H)
   k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
-  sink_BKX = None if sink_BN is None else _by_query(sink_BN, K, T)
-  places_X = None if places_T is None else jnp.tile(places_T, G)
-  rows = q_BKXH, k_BKSH, v_BKSH, (jnp.tile(first_BT, (1, G)), places_X), sink_BKX
+  sink_BKX = None if sink_BN is None else by_query(sink_BN, K, T)
+  rows = q_BKXH, k_BKSH, v_BKSH, jnp.tile(first_BT, (1, G)), sink_BKX
   out_BKXH = _attend(*rows, soft_cap, policy)
   return out_BKXH.reshape(B, N, T, -1).transpose(0, 2, 1, 3)
 
 
-def _by_query(sink_BN: jax.Array, num_kv_heads: int, queries: int) -> jax.Array:
+def by_query(sink_BN: jax.Array, num_kv_heads: int, queries: int) -> jax.Array:
   """Returns the sink of each of X = G·T queries: (B, K, X)."""
   return jnp.repeat(sink_BN.reshape(len(sink_BN), num_kv_heads, -1), queries, axis=-1)
 
 
-def _logits(q_BKXH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
+def logits(q_BKXH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
   return jnp.matmul(q_BKXH, k_BKSH.mT, preferred_element_type=jnp.float32)
 
 
@@ -74,19 +71,23 @@ def capped(logits: jax.Array, soft_cap: float) -> jax.Array:
   return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
 
 
-def _masked(logits_BKXS: jax.Array, seen: tuple[jax.Array, jax.Array | None]) -> jax.Array:
-  """Masks keys outside of what each query sees, from its first int32[B or 1, X] to its own place
-  int32[X]; None: the queries are those of the whole row, G times."""
-  S, (first_BX, last_X) = logits_BKXS.shape[-1], seen
-  keys_S = jnp.arange(S)
-  last_X = jnp.arange(first_BX.shape[1]) % S if last_X is None else last_X
-  causal_XS = keys_S[None, :] <= last_X[:, None]
-  seen_BXS = causal_XS[None] & (keys_S[None, None, :] >= first_BX[:, :, None])
+def masked(
+  logits_BKXS: jax.Array, first_BX: jax.Array, last_X: jax.Array, places_S: jax.Array
+) -> jax.Array:
+  """Masks keys whose places are outside of what each query sees, from the first to the last."""
+  causal_XS = places_S[None, :] <= last_X[:, None]
+  seen_BXS = causal_XS[None] & (places_S[None, None, :] >= first_BX[:, :, None])
   return jnp.where(seen_BXS[:, None], logits_BKXS, jnp.finfo(jnp.float32).min)
 
 
-def _forward(q_BKXH, k_BKSH, v_BKSH, seen, sink_BKX, soft_cap, policy):
-  logits_BKXS = _masked(capped(_logits(q_BKXH, k_BKSH), soft_cap), seen)
+def _masked(logits_BKXS: jax.Array, first_BX: jax.Array) -> jax.Array:
+  """Masks keys before the first of each query, and after itself; X = G·S."""
+  S = logits_BKXS.shape[-1]
+  return masked(logits_BKXS, first_BX, jnp.arange(first_BX.shape[1]) % S, jnp.arange(S))
+
+
+def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, soft_cap, policy):
+  logits_BKXS = _masked(capped(logits(q_BKXH, k_BKSH), soft_cap), first_BX)
   max_BKX1 = logits_BKXS.max(-1, keepdims=True)
   exp_BKXS = jnp.exp(logits_BKXS - max_BKX1)
   sum_BKX1 = exp_BKXS.sum(-1, keepdims=True)
@@ -97,29 +98,41 @@ def _forward(q_BKXH, k_BKSH, v_BKSH, seen, sink_BKX, soft_cap, policy):
   mixed_BKXH = jnp.matmul(exp_BKXS, v_BKSH, preferred_element_type=jnp.float32)
   out_BKXH = policy.rounded(mixed_BKXH / sum_BKX1)
   log_sum_BKX1 = max_BKX1 + jnp.log(sum_BKX1)
-  return out_BKXH, (q_BKXH, k_BKSH, v_BKSH, seen, sink_BKX, out_BKXH, log_sum_BKX1)
+  return out_BKXH, (q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, out_BKXH, log_sum_BKX1)
 
 
 def _backward(soft_cap, policy, kept, d_out_BKXH):
-  q_BKXH, k_BKSH, v_BKSH, seen, sink_BKX, out_BKXH, log_sum_BKX1 = kept
-  f32 = jnp.float32
-  capped_BKXS = capped(_logits(q_BKXH, k_BKSH), soft_cap)
-  weights_BKXS = jnp.exp(_masked(capped_BKXS, seen) - log_sum_BKX1)
-  d_v_BKSH = jnp.matmul(policy.rounded(weights_BKXS).mT, d_out_BKXH)
-  d_weights_BKXS = jnp.matmul(d_out_BKXH, v_BKSH.mT, preferred_element_type=f32)
+  q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, out_BKXH, log_sum_BKX1 = kept
   # Σ_s weight · d_weight, without another pass over (X, S).
-  shift_BKX1 = (d_out_BKXH.astype(f32) * out_BKXH.astype(f32)).sum(-1, keepdims=True)
+  shift_BKX1 = product_sum(d_out_BKXH, out_BKXH)
+  capped_BKXS = capped(logits(q_BKXH, k_BKSH), soft_cap)
+  weights_BKXS = jnp.exp(_masked(capped_BKXS, first_BX) - log_sum_BKX1)
+  d_v_BKSH = jnp.matmul(policy.rounded(weights_BKXS).mT, d_out_BKXH)
+  d_logits_BKXS = logit_gradients(
+    weights_BKXS, capped_BKXS, v_BKSH, d_out_BKXH, shift_BKX1, soft_cap
+  )
+  d_logits_BKXS = policy.rounded(d_logits_BKXS)
+  d_q_BKXH = jnp.matmul(d_logits_BKXS, k_BKSH)
+  d_k_BKSH = jnp.matmul(d_logits_BKXS.mT, q_BKXH)
+  return d_q_BKXH, d_k_BKSH, d_v_BKSH, None, sink_gradient(sink_BKX, log_sum_BKX1, shift_BKX1)
+
+
+def product_sum(d_out_BKXH: jax.Array, out_BKXH: jax.Array) -> jax.Array:
+  f32 = jnp.float32
+  return (d_out_BKXH.astype(f32) * out_BKXH.astype(f32)).sum(-1, keepdims=True)
+
+
+def logit_gradients(weights_BKXS, capped_BKXS, v_BKSH, d_out_BKXH, shift_BKX1, soft_cap):
+  """Returns the gradients of logits before the cap and the mask, float32."""
+  d_weights_BKXS = jnp.matmul(d_out_BKXH, v_BKSH.mT, preferred_element_type=jnp.float32)
   d_logits_BKXS = weights_BKXS * (d_weights_BKXS - shift_BKX1)
   if soft_cap:
     # The slope of the tanh; of logits before the mask, whose least number has no square.
     d_logits_BKXS = d_logits_BKXS * (1 - (capped_BKXS / soft_cap) ** 2)
-  d_logits_BKXS = policy.rounded(d_logits_BKXS)
-  d_q_BKXH = jnp.matmul(d_logits_BKXS, k_BKSH)
-  d_k_BKSH = jnp.matmul(d_logits_BKXS.mT, q_BKXH)
-  return d_q_BKXH, d_k_BKSH, d_v_BKSH, None, _sink_gradient(sink_BKX, log_sum_BKX1, shift_BKX1)
+  return d_logits_BKXS
 
 
-def _sink_gradient(sink_BKX, log_sum_BKX1, shift_BKX1):
+def sink_gradient(sink_BKX, log_sum_BKX1, shift_BKX1) -> Any:
   """Returns the gradient of a logit whose value is zero."""
   if sink_BKX is None:
     return None

@@ -16,13 +16,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxbatch.config.schema import ModelConfig, is_latent
+from maxbatch.data.rows import in_order, whole_in_order
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
-from maxbatch.hardware.shard_maps import divisible_heads
-from maxbatch.hardware.sharding import auto_axes_spec
+from maxbatch.hardware.sharding import auto_axes_spec, auto_axis_sizes
+from maxbatch.models.context_attention import over_own_heads
 from maxbatch.precision.formats import BFLOAT16, FLOAT32, Format
 
 Kernel = Callable[..., jax.Array]
@@ -70,6 +73,13 @@ def flash_obstacle(
   The platform is cpu, gpu or tpu, the compute capability of a GPU such as 9.0 (AMD's begin with gfx), and
   `compute` the format of queries, keys and values.
   """
+  strategy = config.context_parallel_strategy
+  if strategy == "ring":
+    return (
+      "context_parallel_strategy=ring computes attention by matrix products; kernels take ulysses"
+    )
+  if platform == "gpu" and strategy == "all_gather":
+    return "cuDNN's kernel takes whole rows, not context_parallel_strategy=all_gather; use ulysses"
   if platform == "tpu" and compute not in (FLOAT32, BFLOAT16):
     return f"the kernel for TPUs computes in float32 and bfloat16, not in dtype={compute.name}"
   if platform == "tpu":
@@ -133,8 +143,7 @@ def flash_attention(
 
   The compiler cannot divide these kernels by itself. So a shard_map takes over all mesh axes that
   none around it has taken: rows are divided over fsdp and heads over tensor, as everywhere. A kernel
-  needs whole rows: where context divides their tokens, an all-to-all divides heads instead, and
-  another one tokens again (Jacobs et al. 2023).
+  needs whole rows: where context divides their tokens, it divides heads meanwhile (ulysses).
 
   Args:
     k_BSKH: keys, S equal to T.
@@ -150,24 +159,71 @@ def flash_attention(
   mesh = jax.sharding.get_abstract_mesh()
   run = kernel or KERNELS[mesh.abstract_device.platform]
   run = functools.partial(run, soft_cap=soft_cap) if soft_cap else run
-  ways = mesh.shape["tensor"] * mesh.shape.get("context", 1)
-  _check_heads(q_BTNH.shape[2], mesh.shape["tensor"], mesh.shape.get("context", 1))
-  k_BSKH, v_BSKH = (divisible_heads(x, q_BTNH.shape[2], ways) for x in (k_BSKH, v_BSKH))
-  axes = ("batch", None, "heads_of_rows", "head_dim")
-  queries, keys = (auto_axes_spec(axes, x.shape) for x in (q_BTNH, k_BSKH))
-  rows = auto_axes_spec(("batch", None), q_BTNH.shape[:2])
   B, _, N, _ = q_BTNH.shape
-  sinks_BN = [] if sink_BN is None else [jnp.broadcast_to(sink_BN, (B, N))]
-  sinks = [auto_axes_spec(("batch", "heads_of_rows"), (B, N))] * len(sinks_BN)
-  # Without check_vma, which splash attention does not know, an axis that divides nothing costs an
-  # all-reduce of equal gradients: correct, but only `stage` can be such an axis and be large.
-  return jax.shard_map(
-    lambda q, k, v, ids, *sinks: run(q, k, v, ids, window, *sinks),
-    in_specs=(queries, keys, keys, rows, *sinks),
-    out_specs=queries,
-    axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-    check_vma=False,
-  )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, *sinks_BN)
+  _check_heads(N, mesh.shape["tensor"], mesh.shape.get("context", 1))
+  sink_BN = None if sink_BN is None else jnp.broadcast_to(sink_BN, (B, N))
+
+  def attend(q, k, v, ids, sink_BN):
+    return run(q, k, v, ids, window, *([] if sink_BN is None else [sink_BN]))
+
+  rows = q_BTNH, k_BSKH, v_BSKH, [segment_ids_BT], sink_BN
+  return over_own_heads(attend, *rows, by_heads=True)
+
+
+def flash_attention_to_all_keys(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segment_ids_BT: jax.Array | None,
+  window: int,
+  order_T: np.ndarray | None,
+  *,
+  soft_cap: float = 0.0,
+  sink_BN: jax.Array | None = None,
+  keeps_all: bool = False,
+  interpret: bool = False,
+) -> jax.Array:
+  """Returns `flash_attention` of a TPU where context divides the tokens of rows: each device attends for its
+  own tokens, with a mask of its own, to keys and values that are all-gathered.
+
+  Args:
+    order_T: in which tokens stand, `token_order`; None: as they were read.
+    keeps_all: whether the backward pass would keep the gathered keys, which it gathers again.
+
+  Raises:
+    UserError: a device's tokens are not whole blocks of the kernel.
+  """
+  mesh, sizes = jax.sharding.get_abstract_mesh(), auto_axis_sizes()
+  B, T, N, H = q_BTNH.shape
+  D = sizes["context"]
+  if T % (2 * D * _LANES):
+    near = max(1, round(T / (2 * D * _LANES))) * 2 * D * _LANES
+    raise UserError(
+      f"max_target_length={T} must be a multiple of {2 * _LANES} × the {D} devices that share a row, with "
+      f"context_parallel_strategy=all_gather and the kernel of TPUs; for example max_target_length={near}"
+    )
+  places_T = np.arange(T) if order_T is None else order_T
+  back_T = np.argsort(places_T)
+  own_heads = N // sizes["tensor"] if N % sizes["tensor"] == 0 else N
+  kernel = _splash_kernel(own_heads, places_T, window, soft_cap, shards=D, interpret=interpret)
+  by_shard = NamedSharding(mesh, PartitionSpec(None, "context"))
+  others = [(kernel, kernel.manual_sharding_spec(by_shard))]
+  if segment_ids_BT is not None:
+    ids_BS = whole_in_order(segment_ids_BT, back_T)
+    others += [(ids_BS, auto_axes_spec(("batch", None), ids_BS.shape))]
+  sink_BN = None if sink_BN is None else jnp.broadcast_to(sink_BN, (B, N))
+
+  def attend(q, k, v, ids, sink_BN, kernel, ids_BS=None):
+    k, v = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
+    k, v = (in_order(x, back_T) for x in (k, v))
+    segments = None if ids_BS is None else splash.SegmentIds(ids, ids_BS)
+    q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q / math.sqrt(H), k, v))
+    return jnp.swapaxes(jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments, sink_BN), 1, 2)
+
+  if keeps_all:
+    attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names("context"))
+  rows = q_BTNH, k_BSKH, v_BSKH, [segment_ids_BT], sink_BN
+  return over_own_heads(attend, *rows, others, by_heads=False)
 
 
 def _check_heads(num_heads: int, tensor: int, context: int) -> None:
@@ -203,20 +259,30 @@ def tpu_attention(
   segments = None if segment_ids_BT is None else splash.SegmentIds(*(pad(segment_ids_BT),) * 2)
   scaled = q_BTNH / math.sqrt(H), k_BSKH, v_BSKH
   q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(pad(x), 1, 2) for x in scaled)
-  kernel = _splash_kernel(N, length, window, soft_cap, interpret=interpret)
+  kernel = _splash_kernel(N, np.arange(length), window, soft_cap, interpret=interpret)
   out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments, sink_BN)
   return jnp.swapaxes(out_BNTH, 1, 2)[:, :T]
 
 
 def _splash_kernel(
-  num_heads: int, length: int, window: int, soft_cap: float, *, interpret: bool
-) -> Callable[..., Any]:
-  """Returns the kernel for a row of `length` tokens; it skips blocks that the mask leaves empty."""
+  num_heads: int,
+  places_T: np.ndarray,
+  window: int,
+  soft_cap: float,
+  *,
+  shards: int = 1,
+  interpret: bool,
+) -> Any:
+  """Returns the kernel for queries at these places of a row, divided over devices; it skips blocks that the
+  mask leaves empty."""
+  length = len(places_T)
   if window:
     mask = splash.LocalMask((length, length), window_size=(window - 1, 0), offset=0)
   else:
     mask = splash.CausalMask((length, length))
-  X = next(block for block in _BLOCKS if length % block == 0)
+  mask.q_sequence = places_T.astype(np.int32)
+  part = length // (2 * shards) if shards > 1 else length
+  X = next(block for block in _BLOCKS if part % block == 0)
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask] * num_heads),
     block_sizes=splash.BlockSizes(
@@ -230,7 +296,7 @@ def _splash_kernel(
     attn_logits_soft_cap=soft_cap or None,
     residual_checkpoint_name="context",
     head_shards=1,
-    q_seq_shards=1,
+    q_seq_shards=shards,
     interpret=interpret,
   )
 

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.core.terms import Ratio, Stat, Stats, Terms, map_stats
+from maxbatch.data.rows import in_order
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
 from maxbatch.models.forms import barrier_gradients, gelu, projected
 from maxbatch.models.probes import Probe, for_each_row, given_out, probe, probe_values, product
@@ -260,13 +262,18 @@ def fold(keys_B: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
   return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys_B)
 
 
-def dropout(x_BTD: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
+def dropout(
+  x_BTD: jax.Array, rate: float, keys_B: jax.Array | None, places_T: np.ndarray | None = None
+) -> jax.Array:
   """Zeroes a share `rate` of the activations of each row and scales up the rest.
 
   Without keys (evaluation) or at rate 0 the activations pass unchanged. Masks belong to the sample,
-  by keys of (seed, sample, layer, place in the layer), however the batch is split.
+  by keys of (seed, sample, layer, place in the layer), however the batch is split. Of tokens in another
+  order, with their places in the row, they are those of the whole row, on each device that shares it.
   """
   if keys_B is None or rate == 0.0:
     return x_BTD
   keep_BTD = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x_BTD.shape[1:]))(keys_B)
+  if places_T is not None:
+    keep_BTD = in_order(constrain(keep_BTD, ("batch", None, "activation_embed")), places_T)
   return jnp.where(keep_BTD, x_BTD / (1.0 - rate), jnp.zeros_like(x_BTD))

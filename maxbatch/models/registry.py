@@ -110,6 +110,12 @@ def offers_cache(model: LanguageModel) -> TypeGuard[CachedModel]:
   return isinstance(model, CachedModel) and vars(type(model)).get("offers_cache", False)
 
 
+def takes_any_order(model: LanguageModel) -> bool:
+  """Returns whether a model, as `bind` returns it, takes rows whose tokens stand in another order, with
+  `Rows.places`; as `offers_cache`, in the class itself."""
+  return vars(type(model)).get("takes_any_order", False)
+
+
 def by_path(
   function: Callable[[tuple[str, ...], jax.Array], Any], parameters: Parameters
 ) -> Parameters:

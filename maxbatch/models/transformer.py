@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig, is_latent, rotated_dim
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import Rows, in_order
 from maxbatch.errors import UserError
 from maxbatch.hardware.shard_maps import over_rows
 from maxbatch.hardware.sharding import constrain
@@ -78,12 +78,16 @@ class Block(nnx.Module):
     x_BTD = named(x_BTD, "decoder_layer_input")
     y_BTD = self.attention(_normalized(self.attention_norm, x_BTD), at)
     y_BTD = _normalized(self.post_attention_norm, y_BTD)
-    x_BTD = self.policy.cast(x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 0)))
+    x_BTD = self.policy.cast(
+      x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 0), at.places_T)
+    )
     y_BTD = _normalized(self.mlp_norm, x_BTD)
     output = self.mlp(y_BTD, at) if isinstance(self.mlp, Experts) else self.mlp(y_BTD)
     y_BTD, terms, stats = outputs_of(output)
     y_BTD = _normalized(self.post_mlp_norm, y_BTD)
-    x_BTD = self.policy.cast(x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 1)))
+    x_BTD = self.policy.cast(
+      x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 1), at.places_T)
+    )
     return with_sums(constrain(x_BTD, ("batch", "length", "activation_embed")), terms, stats)
 
 
@@ -106,6 +110,9 @@ class Transformer(nnx.Module):
   offers_cache = True
   """Whether tokens see others through `Attention` alone, whose keys and values can be kept while a
   text is written. A subclass whose tokens do, too, says so itself."""
+  takes_any_order = True
+  """Whether devices may share a row with its first and last tokens together, in `Rows.places`: what looks at
+  neighbours of a token must know."""
   policy: Policy = PLAIN
   """In which format it computes; `build_model` sets it, as in all modules that have it."""
   exponents: Probe | None = None
@@ -149,13 +156,14 @@ class Transformer(nnx.Module):
     """Returns what the first layer is given: (B, T, D)."""
     # Layers fold their own index, from 0, into the rows' keys; the embedding takes the next one.
     embedding_keys_B = fold(keys_B, self.config.base_num_decoder_layers)
-    return dropout(self._embed(rows), self.config.dropout_rate, embedding_keys_B)
+    rate = self.config.dropout_rate
+    return dropout(self._embed(rows), rate, embedding_keys_B, rows.places)
 
   def apply_layers(
     self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None, first: jax.Array | int
   ) -> jax.Array | Outputs:
     """Applies the layers bound here, of which the first is layer `first` of the model."""
-    at = attention_contexts(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
+    at = attention_contexts(self.config, rows)
     at = dataclasses.replace(at, counts_BT=rows.weights != 0, routes=rows.routes)
     if self.dense_layers is not None:
       x_BTD = hidden_of(apply_layers(self.dense_layers, self.config, x_BTD, at, keys_B, 0))
@@ -165,8 +173,8 @@ class Transformer(nnx.Module):
   def prefill(self, rows: Rows, places: int) -> tuple[jax.Array, Cache]:
     """Returns hidden states (B, T, D) as a call does, and a cache of so many places with these
     tokens in the first."""
-    B, T = rows.inputs.shape
-    at = attention_contexts(self.config, T, rows.segment_ids, rows.positions)
+    B = rows.inputs.shape[0]
+    at = attention_contexts(self.config, rows)
     cache = empty_cache(
       self.config, self.policy.dtype, self.config.base_num_decoder_layers, B, places
     )
@@ -225,9 +233,10 @@ class Transformer(nnx.Module):
     if rows.positions is not None:
       vectors_BTD = table_TD[rows.positions]
       return vectors_BTD if probe_BS is None else looked_up(vectors_BTD, rows.positions, probe_BS)
+    own_TD = table_TD[:T] if rows.places is None else in_order(table_TD, rows.places, 0)
     if probe_BS is not None:
-      return for_each_row(table_TD[:T], probe_BS, self.position_embedding.axes)
-    return table_TD[None, :T]
+      return for_each_row(own_TD, probe_BS, self.position_embedding.axes)
+    return own_TD[None]
 
   @jax.named_scope("head")
   def output_matrix(self) -> jax.Array:

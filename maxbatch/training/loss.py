@@ -18,10 +18,11 @@ from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.shard_maps import over_rows, summed_over_tokens, summed_part
 from maxbatch.hardware.sharding import constrain
+from maxbatch.models.context_attention import token_order
 from maxbatch.models.forms import barrier_gradients, chosen, largest_and_sum
 from maxbatch.models.layers import outputs_of
 from maxbatch.models.probes import TiedProbe, row_squares
-from maxbatch.models.registry import MeasuredModel, Model, Parameters
+from maxbatch.models.registry import MeasuredModel, Model, Parameters, takes_any_order
 from maxbatch.precision.policy import PLAIN, Policy
 from maxbatch.training.metrics import (
   NO_METRICS,
@@ -122,6 +123,9 @@ def row_sums(
     is_training: whether z-loss is added.
   """
   bound = model.bind(parameters, probes)
+  order_T = token_order(model.config, rows.inputs.shape[1])
+  if order_T is not None and takes_any_order(bound):
+    rows = rows.in_order(order_T)
   hidden_BTD, terms, stats = outputs_of(bound(rows, keys_B))
   options = loss_options(model, *hidden_BTD.shape[:2], is_training=is_training, metrics=metrics)
   matrix_DV = bound.output_matrix()

@@ -12,7 +12,7 @@ from maxbatch.batch.from_config import mesh_of as devices_of
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.limits import limits
 from maxbatch.config.load import load_config
-from maxbatch.config.schema import MeshConfig
+from maxbatch.config.schema import MeshConfig, context_strategy
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import AXES, AXIS_NAMES, Topology
 from maxbatch.errors import UserError
@@ -195,3 +195,45 @@ def test_the_devices_that_share_a_row_divide_its_tokens_evenly():
     "(ici_context_parallelism=4 × dcn_context_parallelism=1); nearest: max_target_length=100 or 104"
   )
   devices_of(load_config([*keys, "max_target_length=100"]), 8)
+
+
+def test_a_row_in_zigzag_order_is_divided_into_two_parts_for_each_device():
+  keys = ["config=base", "ici_context_parallelism=4", "context_parallel_strategy=ring"]
+  keys += ["max_target_length=100"]
+  with pytest.raises(UserError) as caught:
+    devices_of(load_config(keys), 8)
+  assert str(caught.value) == (
+    "max_target_length=100 must be a multiple of 2 (context_parallel_load_balance=true) × the 4 devices that "
+    "share the tokens of a row (ici_context_parallelism=4 × dcn_context_parallelism=1); nearest: "
+    "max_target_length=96 or 104, or context_parallel_load_balance=false"
+  )
+  devices_of(load_config([*keys, "context_parallel_load_balance=false"]), 8)
+  devices_of(load_config([*keys, "context_parallel_strategy=ulysses"]), 8)
+
+
+def test_heads_that_devices_cannot_divide_refuse_ulysses():
+  keys = ["config=base", "ici_context_parallelism=8", "context_parallel_strategy=ulysses"]
+  with pytest.raises(UserError) as caught:
+    devices_of(load_config(keys), 8)
+  assert str(caught.value) == (
+    "context_parallel_strategy=ulysses: base_num_query_heads=4 must be a multiple of tensor 1 × the 8 "
+    "devices that share the tokens of a row (ici_context_parallelism=8 × dcn_context_parallelism=1); use "
+    "context_parallel_strategy=ring, all_gather or auto"
+  )
+
+
+@pytest.mark.parametrize(
+  ("keys", "context", "expected"),
+  [
+    # Of 32 heads 8 have keys: (32 + 8) / 2 is more than these 8, (32 + 8) / 8 less.
+    ({}, 2, "ring"),
+    ({}, 8, "ulysses"),
+    ({}, 64, "ring"),
+    ({"attention": "flash"}, 2, "ulysses"),
+    ({"attention": "flash"}, 64, "all_gather"),
+    ({"context_parallel_strategy": "all_gather"}, 8, "all_gather"),
+  ],
+)
+def test_auto_takes_the_strategy_that_sends_least(keys, context, expected):
+  config = load_config(["config=base", "model_name=llama3.1-8b", "ici_context_parallelism=2"])
+  assert context_strategy(dataclasses.replace(config.model, **keys), 1, context) == expected

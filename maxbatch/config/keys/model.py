@@ -25,6 +25,7 @@ from maxbatch.config.keys.read_when import (
   ADAPTERS,
   BFLOAT16_WEIGHTS,
   CLAMPED,
+  CONTEXT,
   CUSTOM_REMAT,
   DYNAMIC_SCALE,
   EXPERT_BALANCE,
@@ -222,6 +223,14 @@ class ModelConfig(Section, heading="the model"):
   attention: Literal["auto", "dot_product", "flash"] = key("auto", CHANGEABLE)
   """Attention implementation; auto: flash where the device has a kernel and the shapes allow, else
   dot_product."""
+  context_parallel_strategy: Literal["auto", "all_gather", "ring", "ulysses"] = key(
+    "auto", CHANGEABLE, CONTEXT
+  )
+  """How devices that share rows get the keys of others: all_gather; ring; ulysses, whole rows of some
+  heads; auto: whichever sends least (docs/long_rows.md)."""
+  context_parallel_load_balance: bool = key(True, CHANGEABLE, CONTEXT)
+  """true: each device that shares a row has some of its first and last tokens, so that all attend to as
+  many keys (zigzag)."""
   scan_layers: bool = key(True, CHANGEABLE)
   """true: scan over one compiled layer (compiles fast); false: unroll the layers (may run
   faster)."""

@@ -29,6 +29,11 @@ CHANGING_BATCH = when(
 )
 FILE_SCHEDULE = when({"batch_schedule": "file"}, refuses=True)
 NOISE_SCHEDULE = when({"batch_schedule": "gns"}, refuses=True)
+CONTEXT = when(
+  {"ici_context_parallelism": besides(1, like=4)},
+  {"dcn_context_parallelism": besides(1, like=2)},
+  refuses=True,
+)
 PIPELINE = when({"pipeline_schedule": besides("none", like="gpipe")}, refuses=True)
 
 # The devices and the processes.

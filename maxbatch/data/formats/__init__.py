@@ -1,1 +1,1 @@
-"""Formats of files, one file each; maxbatch.data.record_files names them."""
+"""Formats of files; maxbatch.data.record_files names them."""
