@@ -68,7 +68,8 @@ def test_a_run_goes_on_when_process_0_is_killed_and_when_its_host_goes_and_comes
     undisturbed.kill()
   alone = run.events("restart")[1]
   assert (alone["processes"], alone["source"]) == ([1], "memory")
-  assert run.events("joined"), run.said()
+  (joined,) = run.events("joined")
+  assert joined["processes"] == [0]
   assert run.events("restart")[-1]["processes"] == [0, 1]
   assert not soak.compare(run, undisturbed, exact=False)
   ours, theirs = (read_metrics(each.path) for each in (run, undisturbed))

@@ -307,7 +307,7 @@ class Leader:
 
   async def _watch(self, used: Sequence[int]) -> int | None:
     """Returns the exit code of the run; None: all are to be started again."""
-    ended, has_joined = dict[int, int](), False
+    ended, joined = dict[int, int](), set[int]()
     while True:
       own, message = await self._happened.get()
       kind = message["kind"]
@@ -327,17 +327,18 @@ class Leader:
         if own in used:
           return None
       elif kind == "joined" and own not in used:
-        has_joined = True
+        joined.add(own)
       elif kind == "copied":
         self._members[own].copied = message["step"]
       alike = {self._members[one].copied for one in used}
-      if has_joined and kind == "copied" and len(alike) == 1:
-        has_joined = False
+      if joined and kind == "copied" and len(alike) == 1:
         wider, _ = choose_hosts(self._config, self._place.num, self._there(), self._devices())
         if len(wider) > len(used):
           self._fault_time = time.monotonic()
-          self._say(JOINED, f"process {own} is back", processes=wider)
+          names = ", ".join(map(str, sorted(joined)))
+          self._say(JOINED, f"process {names}: back", processes=sorted(joined))
           return None
+        joined.clear()
 
   def _is_final(self, code: int, used: Sequence[int]) -> bool:
     """Returns whether another start would end likewise.

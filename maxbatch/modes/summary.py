@@ -63,9 +63,8 @@ def copies_kept(trainer: Trainer) -> str:
     UserError: more than it has.
   """
   own, others = kept_bytes(jax.tree.leaves(trainer.abstract_saved))
-  parts = (
-    f"two of its part of the state {gib(own)}, two of what its neighbour alone has {gib(others)}"
-  )
+  parts = f"two of its part of the state {gib(own)}"
+  parts += f", two of what its neighbour alone has {gib(others)}" if others else ""
   if own + others > machine_bytes():
     raise UserError(
       f"elastic=true keeps {gib(own + others)} in each host's memory ({parts}), which is {gib(machine_bytes())}; "
