@@ -365,6 +365,8 @@ READ = """loading_hosts batch_schedule_file grain_worker_count rl_task warm_star
   reward_processes reward_timeout_seconds reward_failure scale_rewards eval_sampling_strategy gns_window_steps
   gns_calibrate_every gns_report_every gns_hold_tokens gns_windows_before_growth gns_dry_run
   coordinator_address num_processes process_id jax_distributed_initialization_timeout
+  elastic min_devices max_restarts_per_hour state_copy_period context_parallel_strategy
+  context_parallel_load_balance
   jax_distributed_heartbeat_timeout_seconds skip_first_n_steps_for_profiler profiler_steps prompt
   async_checkpointing checkpoint_format checkpoint_period max_num_checkpoints_to_keep
   checkpoint_keep_period allow_changed_resume dataset_type use_chat_template tokenizer_path bos_token eos_token pad_token"""
