@@ -362,8 +362,6 @@ EFFECTS = [
 
 READ = """loading_hosts batch_schedule_file grain_worker_count rl_task warm_start_steps reward_functions
   routed_bias_update_rate rollout_routing_replay rollout_expert_parallelism compile_topology_network_gbps
-  elastic min_devices max_restarts_per_hour state_copy_period context_parallel_strategy
-  context_parallel_load_balance
   reward_processes reward_timeout_seconds reward_failure scale_rewards eval_sampling_strategy gns_window_steps
   gns_calibrate_every gns_report_every gns_hold_tokens gns_windows_before_growth gns_dry_run
   coordinator_address num_processes process_id jax_distributed_initialization_timeout
