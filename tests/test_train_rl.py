@@ -72,7 +72,7 @@ def run(folder: pathlib.Path, *keys: str) -> list[np.ndarray]:
 def figures(folder: pathlib.Path, name: str = "run") -> list[dict[str, Any]]:
   """Of all steps, what depends neither on the clock nor on where evaluations are."""
   lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-  clocked = ("second", "overlap", "ideal", "eval/")
+  clocked = ("second", "overlap", "ideal", "eval/", "goodput")
   return [
     {name: x for name, x in json.loads(line).items() if not any(word in name for word in clocked)}
     for line in lines
