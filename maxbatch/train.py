@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
-from maxbatch.batch.from_config import check_keeps_batch, check_supervised
+from maxbatch.batch.from_config import check_supervised, given_sizes
 from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
 from maxbatch.config.load import load_config
@@ -55,6 +55,30 @@ def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
       check_learned(*run(config, retune=arguments.own.retune))
     else:
       prepare_only(config, retune=arguments.own.retune)
+
+
+def check_keeps_batch(config: Config) -> None:
+  """Checks, for a run that goes on with fewer devices, that its batch does not depend on how many.
+
+  Raises:
+    UserError: it does, or the run saves nothing.
+  """
+  if not config.checkpoint.enable_checkpointing:
+    raise UserError(
+      "elastic=true enable_checkpointing=false: when all copies in memory are lost, a run goes on from "
+      "its last checkpoint; enable_checkpointing=true"
+    )
+  if config.batch.enable_rampup_batch_size:
+    raise UserError(
+      "elastic=true enable_rampup_batch_size=true: that ramp-up counts samples per device, so other "
+      "devices would mean another batch; for example batch_schedule_type=linear with batch_size, "
+      "batch_size_start and batch_schedule_length"
+    )
+  if given_sizes(config.batch).batch is None and not config.batch.batch_schedule:
+    raise UserError(
+      "elastic=true needs batch_size, which stays when there are fewer devices; per_device_batch_size "
+      "alone would mean another batch then. For example batch_size=256"
+    )
 
 
 def _become_supervisor(config: Config, arguments: Sequence[str]) -> NoReturn:

@@ -380,7 +380,7 @@ def test_a_streamed_step_is_one_pass():
 
 
 def test_the_estimate_of_a_streamed_step_is_the_time_of_its_passes(monkeypatch):
-  monkeypatch.setattr("maxbatch.compile.report.chip_for", lambda kind: CHIPS["v5e"])
+  monkeypatch.setattr("maxbatch.compile.report.chip_for", lambda *_: CHIPS["v5e"])
   keys = {"gradient_accumulation_steps": 4, "per_device_batch_size": 2}
   streamed = reported(*made(**keys, accumulation="streamed"))
   assert streamed.time is not None

@@ -298,7 +298,8 @@ def test_a_fused_matrix_comes_apart_and_together_again():
 # --- keys -----------------------------------------------------------------------------------------
 
 HOW_COMPUTED = {"model_name", "init_weights_seed", "attention"} | {
-  *("scan_layers", "remat_policy", "num_vocab_tiling", "z_loss_multiplier"),
+  *("scan_layers", "remat_policy", "context_parallel_strategy", "context_parallel_load_balance"),
+  *("num_vocab_tiling", "z_loss_multiplier"),
   *("lora_rank", "lora_alpha", "lora_targets"),
   *(
     "routed_bias_update_rate",

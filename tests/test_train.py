@@ -18,10 +18,10 @@ from processes import ONE_DEVICE, PATIENCE_SECONDS
 from support import SMALLEST, stop_at
 
 from maxbatch.checkpoints.fingerprint import fingerprints
-from maxbatch.errors import TrainingDivergedError
+from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import read_metrics
-from maxbatch.train import load_config, main
+from maxbatch.train import check_keeps_batch, load_config, main
 
 STEPS = 6
 REPOSITORY = pathlib.Path(__file__).parents[1]
@@ -342,3 +342,17 @@ def test_the_longer_run_that_is_offered_goes_on_at_the_last_learning_rate(text, 
 def test_a_constant_learning_rate_goes_on_without_further_keys(text, tmp_path, capsys):
   assert main(arguments(text, tmp_path, lr_schedule_type="constant")) == 0
   assert f"larger budget, for example\n           steps={2 * STEPS}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ("keys", "words"),
+  [
+    (["enable_checkpointing=false"], "enable_checkpointing=true"),
+    (["batch_size=-1", "per_device_batch_size=2"], "batch_size=256"),
+    (["enable_rampup_batch_size=true"], "batch_schedule_type=linear"),
+  ],
+)
+def test_what_cannot_keep_its_batch_is_refused(keys, words):
+  with pytest.raises(UserError, match=words):
+    check_keeps_batch(load_config(["config=base", "batch_size=8", *keys]))
+  check_keeps_batch(load_config(["config=base", "batch_size=8"]))

@@ -64,30 +64,6 @@ def check_supervised(config: RLConfig) -> None:
     )
 
 
-def check_keeps_batch(config: Config) -> None:
-  """Checks, for a run that goes on with fewer devices, that its batch does not depend on how many.
-
-  Raises:
-    UserError: it does, or the run saves nothing.
-  """
-  if not config.checkpoint.enable_checkpointing:
-    raise UserError(
-      "elastic=true enable_checkpointing=false: when all copies in memory are lost, a run goes on from "
-      "its last checkpoint; enable_checkpointing=true"
-    )
-  if config.batch.enable_rampup_batch_size:
-    raise UserError(
-      "elastic=true enable_rampup_batch_size=true: that ramp-up counts samples per device, so other "
-      "devices would mean another batch; for example batch_schedule_type=linear with batch_size, "
-      "batch_size_start and batch_schedule_length"
-    )
-  if given_sizes(config.batch).batch is None and not config.batch.batch_schedule:
-    raise UserError(
-      "elastic=true needs batch_size, which stays when there are fewer devices; per_device_batch_size "
-      "alone would mean another batch then. For example batch_size=256"
-    )
-
-
 def training_devices(
   config: RLConfig, num_devices: int, num_parts: int = 1, part: str = "slices"
 ) -> int:

@@ -70,6 +70,10 @@ class Chip:
     """Whether it is a GPU."""
     return self.domain > 0
 
+  def padded(self, width: float) -> float:
+    """Returns the width that a product of this width has in the matrix unit."""
+    return -(-width // self.matrix_unit) * self.matrix_unit
+
   def attention_share(self, backward: bool, width: int) -> float:
     """Returns the share of the peak that attention reaches: that of the nearest width published."""
     rates = self.attention["backward" if backward else "forward"]

@@ -200,6 +200,12 @@ CUDNN_PRODUCTS = {"forward": 2, "backward": 5}
 """Those of cuDNN's attention; its backward pass forms logits and gradient of the weights once."""
 
 
+def tokens_seen(window: int, length: int) -> float:
+  """Returns how many tokens a token of a row of `length` sees on average, half of itself; window 0: all."""
+  window = min(window or length, length)
+  return window - window * (window - 1) / (2 * length) - 0.5
+
+
 def attention_pairs(queries: int, keys: int, window: int) -> float:
   """Returns the pairs of query and key that causal attention multiplies: half, or those in a window."""
   half = queries * keys / 2

@@ -24,6 +24,7 @@ from maxbatch.config.schema import (
 )
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
+from maxbatch.estimate.flops import tokens_seen
 from maxbatch.hugging_face.model_keys import layer_types
 
 RematPolicy = Literal["none", "minimal", "full"]
@@ -38,8 +39,7 @@ _SMALLEST_ON_GPU = 4096
 """Tokens that it has at least on GPUs."""
 _KERNEL_BLOCKS = (512, 384, 256, 128)
 _KERNEL_PRODUCTS = {"forward": 2, "backward": 7}
-"""Products of T × T × H in the attention kernels: backward, those for queries (3) and for keys and
-values (4), which form the weights anew."""
+"""Products of T × T × H in attention kernels: backward, for queries (3), keys and values (4), with weights anew."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "cbfloat16": 4}
 
 
@@ -130,12 +130,6 @@ class StepWork:
     wanted = min(self.length, math.ceil(logits / largest))
     equal = next(n for n in range(wanted, self.length + 1) if self.length % n == 0)
     return equal if equal <= 2 * wanted else wanted
-
-
-def tokens_seen(window: int, length: int) -> float:
-  """Returns how many tokens a token of a row of `length` sees on average, half of itself; window 0: all."""
-  window = min(window or length, length)
-  return window - window * (window - 1) / (2 * length) - 0.5
 
 
 def step_work(config: Config) -> StepWork:
@@ -267,7 +261,7 @@ class _LayersWork:
       ("heads", 2 * self._heads * self._fill), ("rope", rotated * self._fill)
     )
     # On TPUs halves of heads change places in a product with a constant matrix (models/forms.py).
-    width = 0 if self.chip.is_gpu else _padded(query_dim(c), self.chip)
+    width = 0 if self.chip.is_gpu else self.chip.padded(query_dim(c))
     turns = (3 if self.remat == "full" else 2) * L * 2 * M * rotated * width
     products = turns * width / query_dim(c)
     kernels = _kernels(self.work, self.chip, M, self.ways, again=self.remat != "none")
@@ -344,7 +338,7 @@ class _LayersWork:
     """Returns the work with the products of a part's matrices."""
     work, L = self.work, self.work.model.base_num_decoder_layers
     shapes = list(zip(_passes(work, part, self.remat), work.layer_matrix[part], strict=True))
-    padded = sum(t * _padded(a, self.chip) * _padded(b, self.chip) for t, (a, b) in shapes)
+    padded = sum(t * self.chip.padded(a) * self.chip.padded(b) for t, (a, b) in shapes)
     # Of the experts some token meets each.
     idle = 3 * idle_parameters(work.model) if part == "mlp" else 0
     read = (sum(times * a * b for times, (a, b) in shapes) + idle) * work.compute_bytes
@@ -366,7 +360,7 @@ def _head(work: StepWork, chip: Chip, M: float, ways: int) -> PartWork:
   """Returns the work of the output matrix and of the loss with its gradients, in tiles of tokens."""
   D, V = work.model.base_emb_dim, work.model.vocab_size
   return PartWork(
-    products=3 * 2 * M * _padded(D, chip) * _padded(V, chip) / ways,
+    products=3 * 2 * M * chip.padded(D) * chip.padded(V) / ways,
     registers={"logits": M * V / ways / _REGISTER},
     traffic={"logits": M * V / ways * 4, "tiles": _tile_bytes(work, chip, M, ways)},
   )
@@ -383,10 +377,6 @@ def _tile_bytes(work: StepWork, chip: Chip, M: float, ways: int) -> float:
     return (tiles + 1) * table * work.compute_bytes + 3 * kept + 4 * table
   # Each tile reads the matrix twice, and reads and writes the sum of its gradient in float32.
   return tiles * table * (2 * work.compute_bytes + 8)
-
-
-def _padded(width: float, chip: Chip) -> float:
-  return -(-width // chip.matrix_unit) * chip.matrix_unit
 
 
 def _kernels(work: StepWork, chip: Chip, M: float, ways: int, *, again: bool) -> float:
@@ -406,5 +396,5 @@ def _kernels(work: StepWork, chip: Chip, M: float, ways: int, *, again: bool) ->
     forward /= chip.attention_share(False, query_dim(c))
     backward *= 5 / 7 / chip.attention_share(True, query_dim(c))
   passes = _KERNEL_PRODUCTS["forward"] * forward + _KERNEL_PRODUCTS["backward"] * backward
-  width = c.base_num_query_heads * _padded(query_dim(c), chip) / ways
+  width = c.base_num_query_heads * chip.padded(query_dim(c)) / ways
   return passes * 2 * M * width * executed

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from maxbatch.batch.from_config import check_keeps_batch
 from maxbatch.config.load import load_config
-from maxbatch.errors import UserError
 from maxbatch.hardware.copies import Header, MemoryCopies, Order, Piece, Slot, kept_bytes
 from maxbatch.hardware.restarts import choose_hosts, how_ended, missing_elements, newest_copy
 
@@ -137,20 +135,6 @@ def test_the_interval_of_copies_follows_from_what_they_take():
 def test_an_end_is_named():
   assert how_ended(-9) == "was ended by SIGKILL"
   assert how_ended(4) == "ended with exit code 4"
-
-
-@pytest.mark.parametrize(
-  ("keys", "words"),
-  [
-    (["enable_checkpointing=false"], "enable_checkpointing=true"),
-    (["batch_size=-1", "per_device_batch_size=2"], "batch_size=256"),
-    (["enable_rampup_batch_size=true"], "batch_schedule_type=linear"),
-  ],
-)
-def test_what_cannot_keep_its_batch_is_refused(keys, words):
-  with pytest.raises(UserError, match=words):
-    check_keeps_batch(config(*keys))
-  check_keeps_batch(config())
 
 
 def leaf(*rows: slice) -> Any:
