@@ -1,17 +1,21 @@
 """With whom and from where a run starts again: decisions that need nothing but what supervisors say."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import math
+import pathlib
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from maxbatch.batch.from_config import mesh_of, plan_batches
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.copies import Header
 from maxbatch.hardware.messages import Message
+from maxbatch.run_folder.events import END
 
 
 @dataclasses.dataclass
@@ -97,3 +101,21 @@ def how_ended(code: int) -> str:
   if code < 0:
     return f"was ended by {signal.Signals(-code).name}"
   return f"ended with exit code {code}"
+
+
+def finish_since(events: pathlib.Path) -> Callable[[], bool]:
+  """Returns a function that tells whether a run has ended, its budget trained, since this call.
+
+  Args:
+    events: the run's events.jsonl; what is there already is of earlier starts.
+  """
+
+  def lines_after(place: int) -> list[str]:
+    with contextlib.suppress(OSError), events.open("rb") as file:
+      file.seek(place)
+      return file.read().decode(errors="replace").splitlines()
+    return []
+
+  seen = events.stat().st_size if events.exists() else 0
+  finished = re.compile(rf'"event": "{END}".*"how": "finished"')
+  return lambda: any(map(finished.search, lines_after(seen)))

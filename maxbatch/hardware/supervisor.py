@@ -32,7 +32,8 @@ from maxbatch.hardware.messages import (
   spawn,
   split_address,
 )
-from maxbatch.hardware.restarts import Place
+from maxbatch.hardware.restarts import Place, finish_since
+from maxbatch.run_folder.paths import RunFolder
 
 _PAUSE_SECONDS = 0.3
 _PIECE_BYTES = 1 << 22
@@ -51,7 +52,10 @@ class Supervisor:
     self._limit = float(keys.jax_distributed_heartbeat_timeout_seconds)
     self._patience = float(keys.jax_distributed_initialization_timeout)
     self.place = Place(max(keys.process_id, 0), max(keys.num_processes, 1))
-    self._first = keys.coordinator_address
+    self._first, self._has_finished = (
+      keys.coordinator_address,
+      finish_since(RunFolder.of(config.run).events),
+    )
     self._own, self._others = [Slot() for _ in range(SLOTS)], list[Slot]()
     self._child: asyncio.subprocess.Process | None = None
     self._link: Connection | None = None
@@ -85,7 +89,8 @@ class Supervisor:
       self.place.table[0] = self._first
     try:
       while True:
-        code = await self._follow(await self._find_leader())
+        leader = await self._find_leader()
+        code = await self._follow(leader) if leader else os.EX_OK
         if code is not None:
           return code
     except UserError as error:
@@ -104,8 +109,8 @@ class Supervisor:
 
   # Who leads.
 
-  async def _find_leader(self) -> Connection:
-    """Returns the connection to the leader, which may be this supervisor itself."""
+  async def _find_leader(self) -> Connection | None:
+    """Returns the connection to the leader, which may be this supervisor; None: the run has finished."""
     began = asyncio.get_running_loop().time()
     dead = set[int]()
     while True:
@@ -134,6 +139,9 @@ class Supervisor:
         found = await self._join(f"127.0.0.1:{self.place.port}")
         assert found is not None
         return found
+      if not self.place.members and self._has_finished():
+        print("elastic: the run has finished, before this host could take part", flush=True)
+        return None
       if not self.place.members and waited > self._patience:
         raise UserError(
           f"no supervisor of the run answers at {self._first} within "

@@ -11,7 +11,15 @@ import pytest
 
 from maxbatch.config.load import load_config
 from maxbatch.hardware.copies import Header, MemoryCopies, Order, Piece, Slot, kept_bytes
-from maxbatch.hardware.restarts import choose_hosts, how_ended, missing_elements, newest_copy
+from maxbatch.hardware.restarts import (
+  choose_hosts,
+  finish_since,
+  how_ended,
+  missing_elements,
+  newest_copy,
+)
+from maxbatch.run_folder.events import END, START, EventLog
+from maxbatch.run_folder.paths import RunFolder
 
 RECORD = {"step": 7, "leaves": {"w": {"shape": [4, 3], "dtype": "float32"}}}
 
@@ -135,6 +143,20 @@ def test_the_interval_of_copies_follows_from_what_they_take():
 def test_an_end_is_named():
   assert how_ended(-9) == "was ended by SIGKILL"
   assert how_ended(4) == "ended with exit code 4"
+
+
+def test_a_run_that_ends_while_a_host_comes_back_is_told_from_one_that_had_ended_before(tmp_path):
+  with EventLog(tmp_path) as events:
+    events.note(END, how="finished", step=3, text="")
+  has_finished = finish_since(RunFolder(tmp_path).events)
+  assert not has_finished()
+  with EventLog(tmp_path) as events:
+    events.note(START, step=3)
+    events.note(END, how="stopped", step=5, text='"how": "finished"')
+    assert not has_finished()
+    events.note(END, how="finished", step=9, text="")
+  assert has_finished()
+  assert not finish_since(tmp_path / "no_run" / "events.jsonl")()
 
 
 def leaf(*rows: slice) -> Any:
