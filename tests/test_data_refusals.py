@@ -32,7 +32,7 @@ from maxbatch import train
 from maxbatch.data import token_cache, tokenize, workers
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.formats import format as record_format
-from maxbatch.data.formats import jsonl as jsonl_format
+from maxbatch.data.formats.format import JSONL
 from maxbatch.data.rows import Dataset
 from maxbatch.data.sources import Document, resolve
 from maxbatch.data.token_cache import TokenCache
@@ -382,7 +382,7 @@ def test_a_line_is_read_from_wherever_a_piece_begins(tmp_path):
   jsonl(path, GOOD)
   size = path.stat().st_size
   (file,) = resolve("key", str(path)).files
-  read = jsonl_format.JSONL.read
+  read = JSONL.read
   whole = list(read("key", file, "text", 0, size))
   for cut in range(size + 1):
     parts = [*read("key", file, "text", 0, cut), *read("key", file, "text", cut, size)]
