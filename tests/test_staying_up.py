@@ -77,6 +77,40 @@ def test_a_run_goes_on_when_process_0_is_killed_and_when_its_host_goes_and_comes
   assert all(a == b for a, b in pairs[:exact])
 
 
+def test_a_copy_with_a_wrong_bit_is_not_used_but_the_newest_checkpoint(tmp_path):
+  keys = ("num_simulated_devices=1", "steps=40", "checkpoint_period=8")
+  undisturbed, run = (start(tmp_path, name, 1, *keys) for name in ("undisturbed", "run"))
+  try:
+    # Copies are made after steps 1, 6, 11, 16, checkpoints after 8 and 16.
+    assert run.wait_for(lambda: run.step() >= 17), run.said()
+    training = run.training(0)
+    soak.send(training, signal.SIGSTOP)
+    copied = run.events("copied")[-1]["step"]
+    flip_bits(run.supervisors[0].pid)
+    soak.send(training, signal.SIGKILL)
+    assert run.wait() == [0], run.said()
+    assert undisturbed.wait() == [0], undisturbed.said()
+  finally:
+    run.kill()
+    undisturbed.kill()
+  (restart,) = run.events("restart")
+  assert (restart["source"], restart["step"]) == ("memory", copied)
+  assert f"the copy of step {copied} in memory cannot be used" in run.said()
+  assert run.events("start")[-1]["step"] in (8, 16)
+  assert not soak.compare(run, undisturbed, exact=True)
+
+
+def flip_bits(supervisor: int) -> None:
+  """Changes a bit of the last number in each of the memory files of a supervisor."""
+  for link in pathlib.Path(f"/proc/{supervisor}/fd").iterdir():
+    if "memfd" in str(link.readlink()) and (size := link.stat().st_size):
+      with link.open("r+b") as memory:
+        memory.seek(size - 2)
+        (byte,) = memory.read(1)
+        memory.seek(size - 2)
+        memory.write(bytes([byte ^ 1]))
+
+
 def test_a_run_that_fails_again_and_again_ends(tmp_path):
   run = start(tmp_path, "run", 1, "max_restarts_per_hour=0", "num_simulated_devices=1")
   try:
