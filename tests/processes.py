@@ -21,11 +21,14 @@ QUICKLY = " ".join(
     "--xla_cpu_use_fusion_emitters=false",
     # A program in 32 parts compiles faster on idle cores, and takes a fifth more of their time.
     "--xla_cpu_parallel_codegen_split_count=1",
+    # XLA ends a process whose simulated devices have waited for each other for 40 s, as on a loaded
+    # machine they may.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
   ]
   if _OLDER_XLA
   else []
 )
-"""What makes XLA compile in less processor time. Later versions have no other emitters."""
+"""What makes XLA compile in less processor time, and wait. Later versions have no other emitters."""
 
 
 def environment(**changes: str) -> dict[str, str]:
