@@ -366,6 +366,11 @@ def test_keys_of_experts_without_experts_are_refused():
     without_effect(config(num_experts_per_tok=3))
 
 
+def test_a_capacity_of_experts_is_refused():
+  with pytest.raises(UserError, match="no key 'capacity_factor': experts have no capacity, since"):
+    config(num_experts=4, capacity_factor=1.0)
+
+
 def test_devices_of_a_ring_have_whole_experts_and_all_of_its_rows(monkeypatch):
   """Half of the experts each, and beside them a half of the width; no product for the others'."""
   _, graph, state = layer(num_experts=4)

@@ -1,6 +1,5 @@
 """The noise scale in a pipeline: the squares of replicas, or of dispatches, are those of the plain step."""
 
-import functools
 from typing import Any
 
 import jax
@@ -28,18 +27,13 @@ def trainer(axes: dict[str, int], **keys: Any) -> Trainer:
   return build_trainer(settings, plan, jax.devices()[:devices])
 
 
-@functools.cache
-def parameters() -> Any:
-  return random_parameters(trainer({}).model, seed=4)
-
-
 def stepped(parts: Trainer) -> StepMetrics:
   fed = in_microbatches(uneven_rows(ROWS, T), K, K)
   pieces = [fed]
   if parts.streamed:
     pieces = [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(K)]
-  function = step_function(parts, pieces[0])
-  state, metrics = initial_state(parts, parameters()), None
+  function, parameters = step_function(parts, pieces[0]), random_parameters(parts.model, seed=4)
+  state, metrics = initial_state(parts, parameters), None
   for piece in pieces:
     placed = jax.device_put(piece, rows_shardings(piece, parts.mesh))
     state, metrics = function(state, placed, parts.microbatches(K), np.float32(0))
@@ -76,3 +70,17 @@ def test_squares_of_replicas_and_dispatches_are_those_of_the_plain_step(axes, ke
   measured = moments_by_group((), piped, every_layer=False)[FROM_MICROBATCHES]
   assert measured is not None
   assert np.isfinite(measured.noise)
+
+
+def test_squares_of_routers_and_experts_are_those_of_the_plain_step():
+  """With two repeats a stage has layers that are no neighbours, in an order of their own."""
+  keys = {"num_experts": 4, "base_moe_mlp_dim": 8, "base_num_decoder_layers": 4, **STREAMED}
+  interleaved = {**PIPELINE, "pipeline_schedule": "interleaved_1f1b", "num_pipeline_repeats": 2}
+  expected = noise_of(stepped(trainer({"data": 2}, **keys))).of_experts
+  piped = stepped(trainer({"data": 2, "pipeline": 2}, **interleaved | keys))
+  found = noise_of(piped).of_experts
+  assert expected is not None
+  assert found is not None
+  for of_group, of_plain in zip(found, expected, strict=True):
+    np.testing.assert_allclose(of_group, of_plain, rtol=1e-4)
+  assert "expert/3/2" in moments_by_group((), piped, every_layer=False)

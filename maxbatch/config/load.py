@@ -46,6 +46,12 @@ from maxbatch.hugging_face.registry import read_folder
 
 Keys = Mapping[str, object]
 _MOST = 3
+_OF_MAXTEXT = {
+  "capacity_factor": "experts have no capacity, since the tokens that it drops depend on how a batch is split",
+  "sparse_matmul": "a token is multiplied by its own experts and no others",
+  "megablox": "the devices of the mesh decide how tokens are multiplied by their experts",
+}
+"""Why some of MaxText's keys have no counterpart here."""
 
 
 def suggested_fixes(
@@ -164,6 +170,8 @@ class _Known:
         f"replaces; leave out {key}, or name that plug-in again."
       )
     special = "config" if where == COMMAND_LINE else "base_config"
+    if reason := _OF_MAXTEXT.get(key):
+      raise UserError(f"{where}: there is no key {key!r}: {reason}; leave it out.")
     hint = did_you_mean(key.rpartition(".")[2], [*fields, *own, special])
     if key in schema.sections():
       first = next(iter(declared(schema.sections()[key])))

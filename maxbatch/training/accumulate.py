@@ -4,11 +4,12 @@ k microbatches, B rows of a microbatch over all devices, T tokens.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.core.accumulate import (
@@ -178,25 +179,39 @@ def _summands(model: Model, gradients: dict[str, Parameters]) -> dict[str, Param
 
 
 def _squared(model: Model, gradients: dict[str, Parameters]) -> jax.Array:
-  return group_squares(model, gradients[_PARAMS])
+  return group_squares(model, flat_gradients(gradients[_PARAMS]))
 
 
-def group_squares(model: Model, gradients: Parameters) -> jax.Array:
+def flat_gradients(gradients: Parameters) -> dict[Path, jax.Array]:
+  """Returns gradients by the path of their parameter."""
+  flat = dict[Path, jax.Array]()
+  by_path(lambda path, gradient: flat.update({path: gradient}), gradients)
+  return flat
+
+
+def group_squares(
+  model: Model, gradients: Mapping[Path, jax.Array], layers: Any = None
+) -> jax.Array:
   """Returns the squared norm of all gradients, in parts (F, S).
 
   Of a mixture of experts in groups (2 + L·E, F, S), which add up to it: of all that belongs to neither a
   router nor an expert, of the routers, and of each expert in each layer.
+
+  Args:
+    layers: int[number of layers in the gradients], which layers of the model these are; None: all, in order.
   """
-  axes, flat = model.axes(), dict[Path, jax.Array]()
-  by_path(lambda path, gradient: flat.update({path: gradient}), gradients)
+  axes, E = model.axes(), model.config.num_experts
   if not (groups := num_groups(model)):
-    return functools.reduce(jnp.add, [partial_sums.of_squares(g, axes[p]) for p, g in flat.items()])
+    squares = [partial_sums.of_squares(g, axes[path]) for path, g in gradients.items()]
+    return functools.reduce(jnp.add, squares)
   routers, experts = ("layers", "mlp", "router"), ("layers", "mlp", "experts")
   sums = jnp.zeros((groups, *partial_sums.of_one(jnp.zeros(())).shape))
-  for path, gradient in flat.items():
+  for path, gradient in gradients.items():
     if path[:3] == experts:
       squares_LE = partial_sums.of_squares(gradient, axes[path], 2)
-      sums = sums.at[2:].add(squares_LE.reshape(groups - 2, *squares_LE.shape[2:]))
+      which = np.arange(gradient.shape[0]) if layers is None else layers
+      at_LE = 2 + which[:, None] * E + np.arange(E)[None]
+      sums = sums.at[at_LE].add(squares_LE)
     else:
       sums = sums.at[int(path[:3] == routers)].add(partial_sums.of_squares(gradient, axes[path]))
   return sums
@@ -214,8 +229,7 @@ def expert_squares(
 
 def probe_squares(model: Model, gradients: Parameters) -> Parameters:
   """Returns, for every probe, the squares of the gradients of what it measures, in parts."""
-  axes, flat = model.axes(), {}
-  by_path(lambda path, gradient: flat.update({path: gradient}), gradients)
+  axes, flat = model.axes(), flat_gradients(gradients)
 
   def of(probed: Probed) -> jax.Array:
     lead = 1 if probed.num_layers else 0

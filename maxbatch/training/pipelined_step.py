@@ -31,6 +31,7 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   forward_only_arrays,
 )
 from maxbatch.training import partial_sums
+from maxbatch.training.accumulate import group_squares
 from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.model_parts import (
   FlatParams,
@@ -38,13 +39,14 @@ from maxbatch.training.model_parts import (
   StageSums,
   merge_layers,
   split_layers,
+  stage_order,
   step_denominators,
   term_gradients,
   zero_stage_sums,
 )
 from maxbatch.training.objective import LOSS, PROBES, model_sums, noise_stats, ratios
 from maxbatch.training.stash import InputStash, StageInput, Stash, make_stash
-from maxbatch.training.state import NOTHING, Measures, Sums, num_groups
+from maxbatch.training.state import NOTHING, Measures, Sums
 from maxbatch.training.tick import PipelineStage
 
 _REPLICATED, _OVER_STAGE = PartitionSpec(), PartitionSpec("stage")
@@ -219,24 +221,17 @@ def _local_gradients(
   if not measures_squares:
     return lax.psum(d_layers, "data"), *over_replicas(others, ("data", "stage")), squares
   others = over_replicas(others, "stage")
-  squares = _replica_squares(parts.model, d_layers, others[0], others[1].weight)
+  layers = jnp.asarray(stage_order(pipeline).reshape(pipeline.stages, -1))[stage_index[0]]
+  squares = _replica_squares(parts.model, layers, d_layers, others[0], others[1].weight)
   return lax.psum(d_layers, "data"), *over_replicas((*others, squares), "data")
 
 
 def _replica_squares(
-  model: Model, d_layers: FlatParams, d_rest: FlatParams, weight: jax.Array
+  model: Model, layers: jax.Array, d_layers: FlatParams, d_rest: FlatParams, weight: jax.Array
 ) -> Squares:
-  """Returns those of this replica, of whose layers this stage has some; norms in parts."""
-  axes, weight_squared = model.axes(), jnp.square(weight)
-
-  def squared(gradients: FlatParams) -> jax.Array:
-    each = [partial_sums.of_squares(g, axes[path]) for path, g in gradients.items()]
-    return functools.reduce(jnp.add, each)
-
-  norm = lax.psum(squared(d_layers), "stage") + squared(d_rest)
-  if groups := num_groups(model):
-    # A stage has no other's layers: all are in the first group.
-    norm = jnp.zeros((groups, *norm.shape)).at[0].set(norm)
+  """Returns those of this replica, of whose layers this stage has these; norms in parts."""
+  norm = lax.psum(group_squares(model, d_layers, layers), "stage") + group_squares(model, d_rest)
+  weight_squared = jnp.square(weight)
   return Squares(norm, weight_squared, norm, weight_squared)
 
 

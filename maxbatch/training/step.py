@@ -39,6 +39,7 @@ from maxbatch.training.accumulate import (
   dispatch_denominators,
   dispatch_tokens,
   expert_squares,
+  flat_gradients,
   group_squares,
   model_accumulate,
   probe_squares,
@@ -52,7 +53,7 @@ from maxbatch.training.loss_scaling import (
   unscaled,
 )
 from maxbatch.training.metrics import Update, update_values
-from maxbatch.training.model_parts import to_layer_order, to_stage_order
+from maxbatch.training.model_parts import stage_order, to_layer_order, to_stage_order
 from maxbatch.training.objective import LOSS, PROBES, ROW_TOKENS_SQUARED, ROWS, TEXT, Loss
 from maxbatch.training.optimizer import apply_updates
 from maxbatch.training.pipelined_step import pipelined_accumulate
@@ -319,8 +320,9 @@ def _reduce(trainer: Trainer, sums: Sums, gradients: Parameters) -> tuple[Sums, 
   """Returns sums that were in parts, and for every probe the square of what it measures, so far, with
   those of groups."""
   squares, groups = probe_squares(trainer.model, gradients), None
-  if sums.squares is not None and num_groups(trainer.model) and trainer.pipeline is None:
-    groups = group_squares(trainer.model, gradients)
+  if sums.squares is not None and num_groups(trainer.model):
+    layers = None if trainer.pipeline is None else stage_order(trainer.pipeline)
+    groups = group_squares(trainer.model, flat_gradients(gradients), layers)
   return partial_sums.joined_sums(sums, (squares, groups))
 
 
