@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.data.reading import ReadOrder
-from maxbatch.hardware.coordinator import Coordinator
+from maxbatch.hardware.peers import Peers
 from maxbatch.hardware.processes import leave_together
 from maxbatch.train import main
 from maxbatch.training import loop
@@ -102,15 +102,16 @@ def step_with(fault: Callable[[], None], number: int) -> None:
 
 
 def ask_late() -> None:
-  """This process asks where the others are when process 0 knows that already."""
-  within = Coordinator.within
+  """This process says where it is when process 0 knows that of all others."""
+  collect = Peers.collect
 
-  def late(store: Coordinator, folder: str) -> dict[str, str]:
-    if folder == "place":
+  def late(peers: Peers, name: str, *rest: Any) -> dict[int, Any]:
+    if name == "place":
+      collect(peers, name, *rest)
       time.sleep(LATE_SECONDS)
-    return within(store, folder)
+    return collect(peers, name, *rest)
 
-  mock.patch.object(Coordinator, "within", late).start()
+  mock.patch.object(Peers, "collect", late).start()
 
 
 if __name__ == "__main__":

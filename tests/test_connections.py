@@ -1,10 +1,8 @@
 """Devices of several processes are connected before a step needs them, however late one of them comes."""
 
-import concurrent.futures
 import re
 import socket
 import sys
-import threading
 
 import jax
 import pytest
@@ -13,20 +11,21 @@ from processes import small_run
 from several_processes import free_port, place, train, wait
 
 from maxbatch.errors import SaidByAnotherError, UserError
-from maxbatch.hardware import coordinator
+from maxbatch.hardware import connections
+from maxbatch.hardware.agreement import Exchange
 
 GLOO = "UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed out"
 
 CONNECTED = """
 import sys
 from maxbatch import train
-from maxbatch.hardware.coordinator import Coordinator
+from jax._src.distributed import global_state
 from maxbatch.hardware.processes import leave_together
 from maxbatch.modes import run
 
 
 def groups():
-  written = Coordinator()._client.key_value_dir_get_bytes("cpu:gloo/")
+  written = global_state.client.key_value_dir_get_bytes("cpu:gloo/")
   return sorted({name.split("/")[1] for name, _ in written})
 
 
@@ -45,12 +44,12 @@ leave_together(code)
 SAMPLED = """
 import sys
 from maxbatch import sample
-from maxbatch.hardware.coordinator import Coordinator
+from jax._src.distributed import global_state
 from maxbatch.hardware.processes import leave_together
 
 
 def groups():
-  written = Coordinator()._client.key_value_dir_get_bytes("cpu:gloo/")
+  written = global_state.client.key_value_dir_get_bytes("cpu:gloo/")
   return sorted({name.split("/")[1] for name, _ in written})
 
 
@@ -70,15 +69,16 @@ leave_together(code)
 STILL = """
 import sys, time
 from maxbatch import train
-from maxbatch.hardware import coordinator
+from maxbatch.hardware import connections
+from maxbatch.hardware.agreement import Exchange
 from maxbatch.hardware.processes import leave_together
 
-exchange = coordinator._exchange_zeros
-def exchanged():
+reduce = connections._reduce_over_all_axes
+def reduced(mesh):
   # Longer than Gloo waits for an address.
   time.sleep(35 if "process_id=1" in sys.argv else 0)
-  exchange()
-coordinator._exchange_zeros = exchanged
+  reduce(mesh)
+connections._reduce_over_all_axes = reduced
 leave_together(train.main(sys.argv[1:]))
 """
 """A process that stands still in the middle of a connection."""
@@ -165,31 +165,6 @@ def test_sampling_connects_every_group_before_it_reads_the_model(tmp_path):
   assert "0,2048" in after[0].split()
 
 
-class Alone:
-  """Coordinator and Exchange of a process without others."""
-
-  process, num_processes, forgotten = 0, 1, 0
-
-  def meet(self, name: str, seconds: float) -> None:
-    del name, seconds
-
-  def forget_addresses(self) -> None:
-    Alone.forgotten += 1
-
-  def __call__(self, value: list[str]) -> list[list[str]]:
-    return [value]
-
-  def give_up(self) -> None:
-    """Ends the call in another thread."""
-
-
-@pytest.fixture
-def alone(monkeypatch):
-  for name in ("Coordinator", "Exchange"):
-    monkeypatch.setattr(coordinator, name, Alone)
-  monkeypatch.setattr(Alone, "forgotten", 0)
-
-
 def failing(times: int):
   """Work that meets an error of Gloo's so many times; and how often it was called."""
   calls = []
@@ -202,40 +177,37 @@ def failing(times: int):
   return work, calls
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_connection_that_fails_ends_all_with_a_sentence():
   work, calls = failing(1)
   with pytest.raises(UserError) as error:
-    coordinator._together(work, 1)
+    connections._together(work, 1)
   assert not isinstance(error.value, SaidByAnotherError)
-  # jaxlib would fail at once; nobody takes an address at which nobody answers any more.
-  assert (len(calls), Alone.forgotten) == (1, 1)
+  assert len(calls) == 1  # jaxlib would fail at once.
   assert str(error.value).startswith("its devices and those of the other processes could not be")
   assert f"could not be connected: {GLOO}. " in str(error.value)
 
 
-@pytest.mark.usefixtures("alone")
 def test_who_waits_for_a_process_that_never_answers_ends_with_a_sentence(monkeypatch):
-  given_up = threading.Event()
+  answers = iter([[None], TimeoutError()])
 
-  def wait(self: Alone, value: list[str]) -> list[list[str]]:
+  def exchange(self: Exchange, value: object, seconds: float) -> list[None]:
     del self, value
-    assert given_up.wait(60)
-    raise concurrent.futures.CancelledError
+    assert seconds == 0.2
+    if isinstance(answer := next(answers), TimeoutError):
+      raise answer
+    return answer
 
-  monkeypatch.setattr(Alone, "__call__", wait)
-  monkeypatch.setattr(Alone, "give_up", lambda _: given_up.set())
+  monkeypatch.setattr(Exchange, "__call__", exchange)
   with pytest.raises(UserError, match=r"initialization_timeout=0\.2 seconds of"):
-    coordinator._together(lambda: None, 0.2)
+    connections._together(lambda: None, 0.2)
 
 
-@pytest.mark.usefixtures("alone")
 def test_other_errors_are_not_taken_for_one_of_a_connection():
   def work() -> None:
     raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
   with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-    coordinator._together(work, 1)
+    connections._together(work, 1)
 
 
 ABORTED = """

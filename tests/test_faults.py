@@ -68,14 +68,18 @@ def test_a_killed_process_is_named_a_damaged_save_not_used_and_a_signal_to_one_s
   tmp_path, arguments
 ):
   begins = 0
-  for victim, reason in enumerate(
-    ["has ended without a word", "has given no sign of life for 20 s"]
-  ):
+  for victim, number in enumerate([signal.SIGKILL, signal.SIGSTOP]):
+    reason = ["has ended without a word", "has given no sign of life for 20 s"][victim]
     processes = start(2, [*arguments, SILENCE])
     after_save(processes, tmp_path, begins + 4)
-    os.kill(processes[victim].pid, signal.SIGKILL)
-    ended, other = wait(processes), 1 - victim
+    os.kill(processes[victim].pid, number)
+    other = 1 - victim
+    processes[other].wait(PATIENCE_SECONDS)
+    processes[victim].send_signal(signal.SIGCONT)
+    ended = wait(processes)
     assert codes(ended)[other] == EXIT_PROCESS_FAILED, ended
+    if number == signal.SIGSTOP:  # It has not gone on alone.
+      assert codes(ended)[victim] == EXIT_PROCESS_FAILED, ended
     (line,) = ended[other].errors.splitlines()
     assert line.startswith(f"stopped: process {victim} on ")
     assert reason in line

@@ -15,8 +15,8 @@ from maxbatch.config.schema import DistributedConfig
 from maxbatch.errors import SaidByAnotherError, UserError
 from maxbatch.hardware import processes
 from maxbatch.hardware.devices import devices_per_process
+from maxbatch.hardware.peers import Peers
 from maxbatch.hardware.processes import StatedProcesses, stated_processes
-from maxbatch.hardware.rendezvous import Rendezvous
 
 HOST = socket.gethostname()
 JOINS = """
@@ -149,7 +149,7 @@ def test_two_processes_of_one_number_are_refused():
 def attend(address: str, said: list[str]) -> None:
   """A further process 1, which is told why it may not start."""
   try:
-    Rendezvous().check_in(address, 1)
+    Peers(60).check_in(address, 1)
   except SaidByAnotherError as error:
     said.append(str(error))
 
@@ -163,7 +163,7 @@ def test_a_process_may_train_alone_all_the_same(monkeypatch):
 
 def test_who_compiles_for_other_devices_waits_for_nobody(monkeypatch):
   monkeypatch.setenv("SLURM_NTASKS", "8")
-  monkeypatch.setattr(processes, "Rendezvous", Mock(side_effect=AssertionError("it joins")))
+  monkeypatch.setattr(processes, "Peers", Mock(side_effect=AssertionError("it joins")))
   given = ["config=base", "compile_topology=v5e-256", "learning_rat=1"]
   with pytest.raises(UserError, match="learning_rat"), processes.refusing_together(given):
     load_config(given)

@@ -1,5 +1,6 @@
 """Processes meet before jax connects them: here they are threads of one."""
 
+import asyncio
 import contextlib
 import queue
 import socket
@@ -13,12 +14,24 @@ from processes import PATIENCE_SECONDS
 from several_processes import free_port
 
 from maxbatch.errors import SaidByAnotherError, UserError
-from maxbatch.hardware.rendezvous import Rendezvous, connected
+from maxbatch.hardware.peers import Peers
 
 HOST = socket.gethostname()
 
 
-def outcomes(*parts: Callable[[], None]) -> list[str]:
+def connected(address: str) -> socket.socket:
+  """A connection to who will listen there."""
+  host, _, port = address.rpartition(":")
+  deadline = time.monotonic() + PATIENCE_SECONDS
+  while True:
+    try:
+      return socket.create_connection((host, int(port)))
+    except ConnectionRefusedError:
+      assert time.monotonic() < deadline
+      time.sleep(0.01)
+
+
+def outcomes(*parts: Callable[[], object]) -> list[str]:
   """What each part ended with, all at the same time: nothing, or what was refused."""
   said: list[queue.SimpleQueue[str]] = [queue.SimpleQueue() for _ in parts]
 
@@ -39,11 +52,9 @@ def meeting(count: int, *processes: int, failures: dict[int, str] | None = None)
   """How a rendezvous of `count` processes ends, to which these come beside process 0."""
   port, refused = free_port(), failures or {}
   return outcomes(
-    lambda: Rendezvous(refused.get(0, "")).serve(f"[::]:{port}", count),
+    lambda: Peers(60, refused.get(0, "")).serve(f"[::]:{port}", count),
     *(
-      lambda number=number: Rendezvous(refused.get(number, "")).check_in(
-        f"localhost:{port}", number
-      )
+      lambda number=number: Peers(60, refused.get(number, "")).check_in(f"localhost:{port}", number)
       for number in processes
     ),
   )
@@ -72,21 +83,22 @@ def test_all_hear_why_none_may_start(count, processes, failures, said):
     assert other.startswith(f"{SaidByAnotherError.__name__}: {said}")
 
 
-FIRST = b'{"process": 1, "host": "a", "failure": ""}\n'
+FIRST = b'{"kind": "hello", "process": 1, "host": "a", "failure": "", "time": 0.5}\n'
 STRANGERS = (
   b"GET / HTTP/1.1\r\n",
   b"\xff\xfe\n",
   b"[" * 50_000 + b"\n",
   b"x" * 200_000,
-  b'{"process": 1.5, "host": "a", "failure": ""}\n',
-  b'{"process": NaN, "host": "a", "failure": ""}\n',
-  b'{"process": "1", "host": "a", "failure": 1}\n',
-  b'{"process": 1}\n',
+  b'{"kind": "hello", "process": 1.5, "host": "a", "failure": "", "time": 0.5}\n',
+  b'{"kind": "hello", "process": NaN, "host": "a", "failure": "", "time": 0.5}\n',
+  b'{"kind": "hello", "process": "1", "host": "a", "failure": 1, "time": 0.5}\n',
+  b'{"kind": "hello", "process": 1}\n',
+  b'{"process": 1, "host": "a", "failure": "", "time": 0.5}\n',
 )
 
 
 def test_one_that_went_away_may_come_again_and_strangers_are_not_counted(caplog):
-  port, first = free_port(), Rendezvous()
+  port, first = free_port(), Peers(60)
   held = threading.Thread(target=first.serve, args=(f"[::]:{port}", 3), daemon=True)
   held.start()
   for said in (*STRANGERS, FIRST):
@@ -101,7 +113,7 @@ def test_one_that_went_away_may_come_again_and_strangers_are_not_counted(caplog)
   while first.missing() != [1, 2]:
     time.sleep(0.01)
   others = outcomes(
-    *(lambda number=number: Rendezvous().check_in(f"localhost:{port}", number) for number in (1, 2))
+    *(lambda number=number: Peers(60).check_in(f"localhost:{port}", number) for number in (1, 2))
   )
   held.join(PATIENCE_SECONDS)
   assert (others, held.is_alive()) == (["", ""], False)
@@ -110,14 +122,15 @@ def test_one_that_went_away_may_come_again_and_strangers_are_not_counted(caplog)
 
 def test_all_may_come_at_the_same_moment(monkeypatch):
   """Connections that the system does not keep are tried again seconds later."""
-  port, first, count, listeners = free_port(), Rendezvous(), 120, []
-  inner = socket.create_server
+  port, first, count, listeners = free_port(), Peers(60), 120, []
+  inner = asyncio.start_server
 
-  def noted(*given, **options) -> socket.socket:
-    listeners.append(inner(*given, **options))
-    return listeners[-1]
+  async def noted(*given, **options) -> asyncio.Server:
+    server = await inner(*given, **options)
+    listeners.extend(server.sockets)
+    return server
 
-  monkeypatch.setattr(socket, "create_server", noted)
+  monkeypatch.setattr(asyncio, "start_server", noted)
   served = threading.Thread(target=first.serve, args=(f"[::]:{port}", count), daemon=True)
   served.start()
   with connected(f"localhost:{port}") as connection:
@@ -125,13 +138,13 @@ def test_all_may_come_at_the_same_moment(monkeypatch):
     while 1 in first.missing():
       time.sleep(0.01)
     # Of a socket that listens: how many it keeps (linux/tcp.h).
-    state = listeners[0].getsockopt(socket.SOL_TCP, socket.TCP_INFO, 104)
+    state = listeners[-1].getsockopt(socket.SOL_TCP, socket.TCP_INFO, 104)
     (kept,) = struct.unpack_from("I", state, 28)
   while 1 not in first.missing():
     time.sleep(0.01)
   said = outcomes(
     *(
-      lambda number=number: Rendezvous().check_in(f"localhost:{port}", number)
+      lambda number=number: Peers(60).check_in(f"localhost:{port}", number)
       for number in range(1, count)
     )
   )
@@ -148,7 +161,49 @@ def test_a_process_that_another_program_answers_is_refused():
       connection.sendall(b"\x00\x00\x12\x04\n")
       connection.close()
 
-    (said, _) = outcomes(lambda: Rendezvous().check_in(f"localhost:{port}", 1), answer)
+    (said, _) = outcomes(lambda: Peers(60).check_in(f"localhost:{port}", 1), answer)
   assert said.startswith(
     f"UserError: process_id=1: the program that answers at localhost:{port} does not expect"
   )
+
+
+def joined(limit_seconds: float):
+  """Three processes that have met; what each hears of the others."""
+  port, all_peers = free_port(), [Peers(limit_seconds) for _ in range(3)]
+  first, *others = all_peers
+  refused = outcomes(
+    lambda: first.serve(f"[::]:{port}", 3),
+    *(lambda k=k, o=o: o.check_in(f"localhost:{port}", k) for k, o in enumerate(others, 1)),
+  )
+  assert refused == [""] * 3
+  return all_peers, [each.heard for each in all_peers]
+
+
+def test_values_are_exchanged_and_an_end_is_that_of_all():
+  all_peers, heard = joined(60)
+  for name, values in (("different", [{"a": 1}, [2], None]), ("alike", [0] * 3)):
+    waits = [p.gather(name, value) for p, value in zip(all_peers, values, strict=True)]
+    assert [each.result(PATIENCE_SECONDS) for each in waits] == [values] * 3
+  waiting = all_peers[0].gather("never", 1)
+  all_peers[2].tell({"kind": "end", "end": "why"})
+  assert heard[0].get(timeout=PATIENCE_SECONDS) == (2, {"kind": "end", "end": "why"})
+  all_peers[0].give_up()
+  for late in (waiting, all_peers[0].gather("later", 1)):
+    with pytest.raises(RuntimeError, match="CANCELLED"):
+      late.result(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_goes_is_missed_at_once_and_one_that_is_silent_after_the_limit(process):
+  """A process that goes is one whose connections close; a silent one is one whose thread stands still."""
+  all_peers, heard = joined(4)
+  hears, other = (heard[1], 0) if process == 0 else (heard[0], process)
+  silent = all_peers[process]
+  silent._loop.call_soon_threadsafe(time.sleep, 6)
+  assert hears.get(timeout=PATIENCE_SECONDS) == (other, {"kind": "lost", "silent": True})
+  # It notices itself that it has stood still, whatever else it hears then.
+  assert heard[process].get(timeout=PATIENCE_SECONDS)[1]["kind"] == "still"
+  if process:
+    assert all_peers[2]._first
+    all_peers[2]._loop.call_soon_threadsafe(all_peers[2]._first.close)
+    assert hears.get(timeout=PATIENCE_SECONDS) == (2, {"kind": "lost", "silent": False})

@@ -14,10 +14,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from several_processes import free_port
 from support import configured
 
 from maxbatch.errors import SaidByAnotherError, UserError
-from maxbatch.hardware.coordinator import Exchange
+from maxbatch.hardware.agreement import Exchange
+from maxbatch.hardware.peers import Peers
 from maxbatch.rl.checkers import exact, final_number, gsm8k
 from maxbatch.rl.reward_calls import Call, make_call
 from maxbatch.rl.rewards import Failure, Group, RewardPool, Scores, SharedRewards, check_rewards
@@ -117,29 +119,6 @@ def test_calls_that_hang_are_given_up(module):
 # --- several processes ---------------------------------------------------------------------------
 
 
-class Store:
-  """What processes, here threads, say to each other through the coordinator."""
-
-  num_processes = 3
-
-  def __init__(self):
-    self.values: dict[str, str] = {}
-    self.place = threading.local()
-
-  @property
-  def process(self) -> int:
-    return self.place.number
-
-  def put(self, key: str, value: str) -> None:
-    self.values[key] = value
-
-  def wait_for(self, key: str, seconds: float) -> str | None:
-    return self.values.get(key)
-
-  def remove(self, folder: str) -> None:
-    self.values = {key: x for key, x in list(self.values.items()) if folder not in key}
-
-
 class Scored(RewardPool):
   """Rewards that need no process."""
 
@@ -155,22 +134,26 @@ class Scored(RewardPool):
 @pytest.fixture
 def as_processes(monkeypatch):
   """Calls a function of the number of the process in three of them; what each returns or raises."""
-  store = Store()
-  monkeypatch.setattr(jax, "process_count", lambda: store.num_processes)
-  monkeypatch.setattr(jax, "process_index", lambda: store.process)
-  monkeypatch.setattr("maxbatch.hardware.coordinator.Coordinator", lambda: store)
-  monkeypatch.setattr("maxbatch.hardware.coordinator._exchanges", itertools.repeat(0))
+  place, port = threading.local(), free_port()
+  monkeypatch.setattr(jax, "process_count", lambda: 3)
+  monkeypatch.setattr(jax, "process_index", lambda: place.peers.process)
+  monkeypatch.setattr("maxbatch.hardware.agreement.own_peers", lambda: place.peers)
+  monkeypatch.setattr("maxbatch.hardware.agreement._exchanges", itertools.repeat(0))
 
   def call(function):
     def one(number: int):
-      store.place.number = number
+      place.peers = Peers(60)
+      if number:
+        place.peers.check_in(f"localhost:{port}", number)
+      else:
+        place.peers.serve(f"[::]:{port}", 3)
       try:
-        return function(number)
+        return function(number), place.peers
       except (UserError, concurrent.futures.CancelledError) as error:
-        return error
+        return error, place.peers
 
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
-      return list(threads.map(one, range(3))), store
+      return zip(*threads.map(one, range(3)), strict=True)
 
   return call
 
@@ -183,14 +166,13 @@ def test_processes_share_groups_and_all_have_all_rewards(as_processes):
     batches = [groups(*map(str, range(first, first + 5))) for first in (0, 5, 10)]
     return [shared(batch, first) for batch, first in zip(batches, (0, 5, 10), strict=True)]
 
-  all_found, store = as_processes(rewarded)
+  all_found, (first, *_) = as_processes(rewarded)
   for result in all_found:
-    for first, each in zip((0, 5, 10), result, strict=True):
-      numbers = np.arange(first, first + 5)[:, None] + np.arange(2)[None]
+    for start, each in zip((0, 5, 10), result, strict=True):
+      numbers = np.arange(start, start + 5)[:, None] + np.arange(2)[None]
       np.testing.assert_array_equal(each.rewards_N, numbers.reshape(-1))
       assert each.num_failures == 5
-  # Of what was said the last exchange alone is kept.
-  assert {key.split("/")[2] for key in store.values} == {"2"}
+  assert not first._values  # Nothing is kept of what was said.
 
 
 def test_a_reward_that_fails_in_one_process_fails_in_all(as_processes):

@@ -19,7 +19,6 @@ from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
 from maxbatch.checkpoints.find import (
@@ -55,7 +54,7 @@ from maxbatch.checkpoints.record import (
 from maxbatch.config.schema import CheckpointConfig
 from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import broadcast_one_to_all
+from maxbatch.hardware.agreement import broadcast_one_to_all, gather
 from maxbatch.hardware.copies import MemoryCopies, own_copies
 
 _UNWRITABLE = (OSError, ValueError, RuntimeError)
@@ -333,7 +332,7 @@ class Checkpointer:
         shutil.rmtree(path, ignore_errors=True)
       for step in self._damaged:
         self._move_aside(step)
-    multihost_utils.sync_global_devices("maxbatch: checkpoints ready to write")
+    gather(None)
     self._damaged = {}
     self._ready_to_write = True
 

@@ -1,7 +1,9 @@
 """One decision of all processes: from process 0's clock and files, or from what each of them found."""
 
+import concurrent.futures
 import contextlib
 import hashlib
+import itertools
 import json
 import socket
 import time
@@ -10,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from maxbatch.errors import SaidByAnotherError, UserError
+from maxbatch.hardware.ending import own_peers
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
 
@@ -22,37 +23,55 @@ _NAMED, _LINES, _LETTERS = 3, 12, 80
 _PATIENCE_SECONDS = 5.0
 
 
+_exchanges = itertools.count()
+
+
+class Exchange:
+  """Exchanges of values between all processes, one after the other, in the same order in all.
+
+  No device takes part, so that any thread may ask for them, whatever the devices do meanwhile.
+  """
+
+  def __init__(self) -> None:
+    """Counts exchanges: all processes begin as many of them, in the same order."""
+    self._name, self._numbers = next(_exchanges), itertools.count()
+    self._waits: concurrent.futures.Future[list[Any]] | None = None
+    self._is_given_up = False
+
+  def __call__(self, value: Any, seconds: float | None = None) -> list[Any]:
+    """Returns every process's value, plain as JSON, in all processes, by the number of the process.
+
+    Raises:
+      CancelledError: it is given up.
+      TimeoutError: a process has not come within `seconds`.
+      RuntimeError: the run ends, because of another process.
+    """
+    # A process alone encodes it as well, so that a value that cannot be sent fails there too.
+    value = json.loads(json.dumps(value))
+    if jax.process_count() == 1:
+      return [value]
+    self._waits = own_peers().gather(f"{self._name}/{next(self._numbers)}", value)
+    if self._is_given_up:
+      self._waits.cancel()
+    return self._waits.result(seconds)
+
+  def give_up(self) -> None:
+    """Ends a call under way in another thread, and all later ones."""
+    self._is_given_up = True
+    if self._waits:
+      self._waits.cancel()
+
+
+gather = Exchange()
+"""Of the main thread."""
+
+
 def broadcast_one_to_all(value: Any) -> Any:
   """Returns process 0's value in all processes; the other processes' values are ignored.
 
-  All processes must call it, in the same order, with plain values. A single process encodes the value as
-  JSON too, so that a value that cannot be sent fails there as well.
+  All processes must call it, in the same order, with plain values.
   """
-  text = json.dumps(value).encode()
-  if jax.process_count() == 1:
-    return json.loads(text)
-  # All processes must pass arrays of the same shape, so the length is broadcast first.
-  length = _sent_bytes(int(multihost_utils.broadcast_one_to_all(np.int32(len(text)))))
-  mine = np.frombuffer(text.ljust(length)[:length], np.uint8)
-  return json.loads(multihost_utils.broadcast_one_to_all(mine).tobytes())
-
-
-def gather(value: Any) -> list[Any]:
-  """Returns every process's value, plain as JSON, in all processes, by the number of the process.
-
-  All processes must call it, in the same order.
-  """
-  text = json.dumps(value).encode()
-  if jax.process_count() == 1:
-    return [json.loads(text)]
-  lengths = multihost_utils.process_allgather(np.int32(len(text)))
-  padded = np.frombuffer(text.ljust(_sent_bytes(int(lengths.max()))), np.uint8)
-  return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
-
-
-def _sent_bytes(length: int) -> int:
-  """Returns a power of two: jax compiles a program for each length that it sends."""
-  return 1 << max(8, (length - 1).bit_length())
+  return gather(value if jax.process_index() == 0 else None)[0]
 
 
 @contextlib.contextmanager
@@ -74,12 +93,16 @@ def sync_errors() -> Iterator[None]:
     yield
   except UserError as error:
     failure = str(error)
-  result = gather([socket.gethostname(), failure])
-  check_none_failed(result)
+  check_none_failed(gather(failed_here(failure)))
+
+
+def failed_here(failure: str) -> tuple[str, str]:
+  """Returns what `check_none_failed` needs of this process; of all alike where nothing has failed."""
+  return (socket.gethostname() if failure else "", failure)
 
 
 def check_none_failed(results: Sequence[tuple[str, str]]) -> None:
-  """Checks that nothing has failed in any process, of each of which `results` has host and failure, or "".
+  """Checks that nothing has failed in any process, of each of which `results` has `failed_here`.
 
   Raises:
     UserError: something has; process 0 says it, and whose it is.
@@ -133,15 +156,11 @@ def one_process_at_a_time() -> Iterator[None]:
   with sync_errors():
     try:
       if jax.process_index() > 0:
-        _wait_for_all()
+        gather(None)
       yield
     finally:
       if jax.process_index() == 0:
-        _wait_for_all()
-
-
-def _wait_for_all() -> None:
-  multihost_utils.sync_global_devices("maxbatch: one process at a time")
+        gather(None)
 
 
 def _differences(first: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:

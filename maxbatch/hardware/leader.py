@@ -8,7 +8,6 @@ making a file in the run's folder, which only one of two halves of a divided net
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import ipaddress
 import os
 import time
@@ -18,28 +17,24 @@ from typing import Any
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted
 from maxbatch.errors import EXIT_DIVERGED, EXIT_PROCESS_FAILED, EXIT_ROWS, EXIT_USER_ERROR
-from maxbatch.hardware.messages import GONE, Connection, Message, address_of, connect, spawn
+from maxbatch.hardware.messages import (
+  PINGS_PER_LIMIT,
+  Connection,
+  Message,
+  Star,
+  address_of,
+  connect,
+  spawn,
+)
 from maxbatch.hardware.restarts import Place, choose_hosts, headers_of, how_ended, newest_copy
 from maxbatch.run_folder.events import FAULT, JOINED, RESTART, EventLog
 from maxbatch.run_folder.paths import RunFolder
 
 _FINAL = (0, EXIT_USER_ERROR, EXIT_DIVERGED, EXIT_ROWS)
 """Exit codes of training processes that another start would not change."""
-_PINGS_PER_LIMIT = 8
 _TICK_SECONDS = 0.2
 _HOUR_SECONDS = 3600.0
 _LAST_WORDS_SECONDS = 5.0
-
-
-@dataclasses.dataclass
-class _Member:
-  """A supervisor that follows."""
-
-  about: Message
-  connection: Connection
-  copied: int = 0
-  """The step of the last copy that its training process has made."""
-  is_lost: bool = False
 
 
 class Leader:
@@ -52,7 +47,8 @@ class Leader:
     self._limit = float(keys.jax_distributed_heartbeat_timeout_seconds)
     self._patience = float(keys.jax_distributed_initialization_timeout)
     self.leads = True
-    self._members = dict[int, _Member]()
+    self._star, self._copied = Star(self._limit, self._hear), dict[int, int]()
+    """Whom it leads, and the step of the last copy that each one's training process has made."""
     self._dead = set[int]()
     self._happened = asyncio.Queue[tuple[int, Message]]()
     self._tasks = set[asyncio.Task[Any]]()
@@ -66,30 +62,26 @@ class Leader:
     self.leads = False
     for task in self._tasks:
       task.cancel()
-    for member in self._members.values():
-      member.connection.close()
+    self._star.close()
 
   async def admit(self, message: Message, connection: Connection) -> None:
     """Takes in a supervisor that joins."""
     own = int(message["process"])
-    if before := self._members.get(own):
-      before.connection.close()
     self._dead.discard(own)
     await connection.send({"kind": "welcome"})
-    self._members[own] = _Member(message, connection)
-    for each in self._there():
-      await self._send(each, {"kind": "table", "table": self._table_for(each)})
-    self._spawn(self._hear(own, self._members[own]))
+    self._star.add(own, message, connection)
+    for each in self._star.there():
+      await self._star.send(each, {"kind": "table", "table": self._table_for(each)})
     self._happened.put_nowait((own, {"kind": "joined"}))
 
   async def run(self) -> None:
     """Starts one generation after the other, until the run ends or this supervisor leads no more."""
-    self._spawn(self._ping())
+    self._spawn(self._star.ping())
     self._spawn(self._call_missing())
     while True:
       if not await self._stop_all():
         return await self._end(EXIT_PROCESS_FAILED)
-      for own in set(self._place.members) - set(self._there()) if self._is_new else ():
+      for own in set(self._place.members) - set(self._star.there()) if self._is_new else ():
         self._say(FAULT, f"process {own}: its supervisor is gone", process=own)
       used, reason = await self._choose()
       if not used:
@@ -97,7 +89,7 @@ class Leader:
         return await self._end(EXIT_PROCESS_FAILED)
       if not self._claim():
         print("elastic: other hosts of this run go on; waiting for them", flush=True)
-        return await self._send_all({"kind": "look"})
+        return await self._star.send_all({"kind": "look"}, last=self._place.own)
       await self._start(used, self._newest_copy())
       code = await self._watch(used)
       if code is not None:
@@ -105,52 +97,32 @@ class Leader:
 
   # Whom it hears.
 
-  def _there(self) -> list[int]:
-    return sorted(own for own, member in self._members.items() if not member.is_lost)
-
-  async def _hear(self, own: int, member: _Member) -> None:
-    """Puts what a supervisor says among what happened."""
-    try:
-      while True:
-        message = await member.connection.receive(self._limit)
-        if message["kind"] == "stopped":
-          member.about |= message
-        self._happened.put_nowait((own, message))
-    except TimeoutError:
-      text, self._was_silent = f"has given no sign of life for {self._limit:g} s", True
-    except GONE:
-      text = "has ended"
-    if not member.is_lost and self._members.get(own) is member:
-      self._happened.put_nowait((own, {"kind": "lost", "text": f"its supervisor {text}"}))
-    member.is_lost = True
-    member.connection.close()
-
-  async def _send(self, own: int, message: Message) -> None:
-    with contextlib.suppress(OSError):
-      await self._members[own].connection.send(message)
-
-  async def _send_all(self, message: Message) -> None:
-    """Sends a message to all, to this leader's own supervisor last: it may be the last message."""
-    for own in sorted(self._there(), key=lambda own: own == self._place.own):
-      await self._send(own, message)
-
-  async def _ping(self) -> None:
-    while True:
-      await self._send_all({"kind": "ping"})
-      await asyncio.sleep(self._limit / _PINGS_PER_LIMIT)
+  def _hear(self, own: int, message: Message) -> None:
+    """Puts what a supervisor says, or that it is lost, among what happened."""
+    if message["kind"] == "stopped":
+      self._star.members[own].about |= message
+    elif message["kind"] == "copied":
+      self._copied[own] = message["step"]
+    elif message["kind"] == "lost":
+      self._was_silent |= message["silent"]
+      text = (
+        f"has given no sign of life for {self._limit:g} s" if message["silent"] else "has ended"
+      )
+      message["text"] = f"its supervisor {text}"
+    self._happened.put_nowait((own, message))
 
   async def _call_missing(self) -> None:
     """Calls at supervisors that were part of the run once, and are not there."""
     while True:
       for own, address in list(self._place.table.items()):
-        if own not in (*self._there(), self._place.own):
+        if own not in (*self._star.there(), self._place.own):
           await self._call(own, address)
       await asyncio.sleep(_TICK_SECONDS)
 
   async def _call(self, own: int, address: str) -> None:
     said = {"kind": "lead", "port": self._place.port, "generation": self._place.generation}
     try:
-      connection = await connect(address, self._limit / _PINGS_PER_LIMIT)
+      connection = await connect(address, self._limit / PINGS_PER_LIMIT)
       await connection.send(said)
       connection.close()
     except ConnectionRefusedError:
@@ -160,15 +132,15 @@ class Leader:
 
   def _address_for(self, receiver: int, own: int, port: int = 0) -> str:
     """Returns where one supervisor reaches another, or a port beside it, as far as the leader sees."""
-    connection = self._members[own].connection
+    connection = self._star.members[own].connection
     host = connection.host
     if ipaddress.ip_address(host).is_loopback:  # It is on the leader's host.
-      host = self._members[receiver].connection.own_host
-    return address_of(host, port or self._members[own].about["port"])
+      host = self._star.members[receiver].connection.own_host
+    return address_of(host, port or self._star.members[own].about["port"])
 
   def _table_for(self, receiver: int) -> dict[str, str]:
     known = {str(own): address for own, address in self._place.table.items()}
-    return known | {str(own): self._address_for(receiver, own) for own in self._there()}
+    return known | {str(own): self._address_for(receiver, own) for own in self._star.there()}
 
   # Before a generation.
 
@@ -182,11 +154,11 @@ class Leader:
       await asyncio.sleep(self._limit / 4)
       self._was_silent = False
     while True:
-      for own in set(self._there()) - asked:
+      for own in set(self._star.there()) - asked:
         asked.add(own)
-        await self._send(own, {"kind": "stop"})
-      there, waited = set(self._there()), time.monotonic() - began
-      known = [self._members[own].about["generation"] for own in there]
+        await self._star.send(own, {"kind": "stop"})
+      there, waited = set(self._star.there()), time.monotonic() - began
+      known = [self._star.members[own].about["generation"] for own in there]
       self._place.generation = max([self._place.generation, *known])
       if there and there <= stopped and self._all_came(there, waited):
         return True
@@ -217,7 +189,9 @@ class Leader:
     """Returns who trains; nobody, and why, where too few have come in time."""
     began = time.monotonic()
     while True:
-      used, reason = choose_hosts(self._config, self._place.num, self._there(), self._devices())
+      used, reason = choose_hosts(
+        self._config, self._place.num, self._star.there(), self._devices()
+      )
       if used or time.monotonic() - began > self._patience:
         return used, reason
       await asyncio.sleep(_TICK_SECONDS)
@@ -225,7 +199,7 @@ class Leader:
   def _devices(self) -> int:
     """Returns the devices of each process; 0: not known yet."""
     simulated = self._config.mesh.num_simulated_devices
-    known = [self._members[own].about["devices"] for own in self._there()]
+    known = [self._star.members[own].about["devices"] for own in self._star.there()]
     return simulated // self._place.num if simulated > 0 else max(known, default=0)
 
   def _claim(self) -> bool:
@@ -233,7 +207,7 @@ class Leader:
     folder = RunFolder.of(self._config.run).generations
     folder.mkdir(parents=True, exist_ok=True)
     claimed = max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
-    missing = set(self._place.members) - set(self._there()) - self._dead
+    missing = set(self._place.members) - set(self._star.there()) - self._dead
     following = (self._place.generation if missing else claimed) + 1
     try:
       os.close(os.open(folder / str(following), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -243,21 +217,21 @@ class Leader:
     return True
 
   def _newest_copy(self) -> tuple[int, int]:
-    return newest_copy([self._members[own].about for own in self._there()])
+    return newest_copy([self._star.members[own].about for own in self._star.there()])
 
   async def _start(self, used: list[int], copy: tuple[int, int]) -> None:
     """Starts the training processes of a generation."""
-    there, count = self._there(), len(used)
+    there, count = self._star.there(), len(used)
     self._note_start(used, copy)
     keys = {"skip_jax_distributed_system": "true"} if self._place.num > 1 else {}
     if count > 1:
-      port = self._members[used[0]].about["free_port"]
+      port = self._star.members[used[0]].about["free_port"]
       seen = {self._address_for(other, used[0], port) for other in used[1:]}
       address = next((one for one in sorted(seen) if not one.startswith("127.")), min(seen))
       keys = {"coordinator_address": address, "num_processes": str(count)}
     if self._config.mesh.num_simulated_devices > 0:
       keys["num_simulated_devices"] = str(self._devices() * count)
-    hosts = [self._members[own].connection.host for own in used]
+    hosts = [self._star.members[own].connection.host for own in used]
     alike = len(set(hosts)) == 1
     domains = [number if alike else hosts.index(host) for number, host in enumerate(hosts)]
     shared = {"kind": "start", "generation": self._place.generation, "copy": list(copy)}
@@ -278,19 +252,19 @@ class Leader:
           "sources": [
             {"address": self._address_for(own, one), "key": list(header.key)}
             for one in there
-            for header in headers_of(self._members[one].about)
+            for header in headers_of(self._star.members[one].about)
             if header.key[:2] == copy
           ],
         }
-      self._members[own].copied = copy[1]
-      await self._send(own, message)
+      self._copied[own] = copy[1]
+      await self._star.send(own, message)
 
   def _note_start(self, used: list[int], copy: tuple[int, int]) -> None:
     if self._fault_time is None:
       return
     down, self._fault_time = time.monotonic() - self._fault_time, None
     source = f"the copy of step {copy[1]} in memory" if copy[1] else "storage"
-    spare = [own for own in self._there() if own not in used]
+    spare = [own for own in self._star.there() if own not in used]
     self._restarts.append(time.monotonic())
     self._say(
       RESTART,
@@ -328,11 +302,9 @@ class Leader:
           return None
       elif kind == "joined" and own not in used:
         joined.add(own)
-      elif kind == "copied":
-        self._members[own].copied = message["step"]
-      alike = {self._members[one].copied for one in used}
+      alike = {self._copied[one] for one in used}
       if joined and kind == "copied" and len(alike) == 1:
-        wider, _ = choose_hosts(self._config, self._place.num, self._there(), self._devices())
+        wider, _ = choose_hosts(self._config, self._place.num, self._star.there(), self._devices())
         if len(wider) > len(used):
           self._fault_time = time.monotonic()
           names = ", ".join(map(str, sorted(joined)))
@@ -345,7 +317,7 @@ class Leader:
 
     A mistake of the user's shows before anything is trained; later, that others did not come in time.
     """
-    has_trained = any(self._members[own].copied for own in used)
+    has_trained = any(self._copied[own] for own in used)
     return code in _FINAL and not (code == EXIT_USER_ERROR and has_trained)
 
   def _fault(self, own: int, text: str) -> bool:
@@ -361,7 +333,7 @@ class Leader:
     return False
 
   async def _end(self, code: int) -> None:
-    await self._send_all({"kind": "end", "code": code})
+    await self._star.send_all({"kind": "end", "code": code}, last=self._place.own)
 
   def _say(self, kind: str, text: str, **facts: Any) -> None:
     """Prints a decision, and appends it to the run's events."""

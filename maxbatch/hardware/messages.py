@@ -1,11 +1,12 @@
-"""What the supervisors of a run say to each other, and to their training processes: JSON, a line each."""
+"""What processes of a run say to each other, supervisors or those that train: JSON, a line each."""
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from maxbatch.errors import EXIT_PROCESS_FAILED
@@ -14,10 +15,16 @@ Message = dict[str, Any]
 LONGEST_LINE_BYTES = 1 << 28
 GONE = (OSError, ValueError, LookupError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
 """What a connection raises that is broken, silent for too long, or to something else."""
+PINGS_PER_LIMIT = 8
+
+
+def encoded(message: Message) -> bytes:
+  """Returns a message as it is sent."""
+  return json.dumps(message).encode() + b"\n"
 
 
 class Connection:
-  """Messages in JSON, a line each, between two supervisors or with a training process."""
+  """Messages between two supervisors, two training processes, or one and its supervisor."""
 
   def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""):
     """Takes as `address` HOST:PORT of the other side, where that is known."""
@@ -35,7 +42,7 @@ class Connection:
 
   async def send(self, message: Message) -> None:
     """Sends a message. Raises OSError."""
-    await self.send_bytes(json.dumps(message).encode() + b"\n")
+    await self.send_bytes(encoded(message))
 
   async def send_bytes(self, content: bytes) -> None:
     """Sends bytes. Raises OSError."""
@@ -43,10 +50,22 @@ class Connection:
     await self._writer.drain()
 
   async def receive(self, seconds: float | None = None) -> Message:
-    """Returns the next message. Raises TimeoutError, IncompleteReadError or OSError: there is none."""
+    """Returns the next message.
+
+    Raises:
+      TimeoutError: there is none within `seconds`.
+      IncompleteReadError, OSError: the connection is broken.
+      ValueError: what came is no message; whoever sent it is no process of the run.
+    """
     async with asyncio.timeout(seconds):
       line = await self._reader.readuntil(b"\n")
-    return json.loads(line)
+    try:
+      message = json.loads(line)
+    except RecursionError:  # Nothing but brackets.
+      message = None
+    if not isinstance(message, dict) or "kind" not in message:
+      raise ValueError(f"{line[:80]!r} is no message of a run")
+    return message
 
   async def receive_bytes(self, count: int) -> bytes:
     """Returns so many bytes. Raises IncompleteReadError or OSError."""
@@ -58,8 +77,85 @@ class Connection:
       self._writer.close()
 
 
+@dataclasses.dataclass
+class Member:
+  """A process at the end of a connection of a star."""
+
+  about: Message
+  """What it has said of itself."""
+  connection: Connection
+  is_lost: bool = False
+
+
+class Star:
+  """The connections of one process, in the middle, with all others: who is there, what they say."""
+
+  def __init__(self, limit_seconds: float, heard: Callable[[int, Message], None]) -> None:
+    """Takes the seconds for which a member may be silent, and what is called with what each says.
+
+    When one is gone, that is a message too: {"kind": "lost", "silent": whether it is only silent}.
+    """
+    self._limit, self._heard = limit_seconds, heard
+    self.members = dict[int, Member]()
+    self._tasks = set[asyncio.Task[Any]]()
+
+  def there(self) -> list[int]:
+    """Returns the members that are not lost."""
+    return sorted(number for number, member in list(self.members.items()) if not member.is_lost)
+
+  def add(self, number: int, about: Message, connection: Connection) -> None:
+    """Listens to a member, in the place of one with the same number."""
+    if before := self.members.get(number):
+      before.connection.close()
+    member = self.members[number] = Member(about, connection)
+    spawn(self._tasks, self._hear(number, member))
+
+  async def send(self, number: int, message: Message) -> None:
+    """Sends a message to one, if that is possible."""
+    with contextlib.suppress(OSError):
+      await self.members[number].connection.send(message)
+
+  async def send_all(self, message: Message, last: int | None = None) -> None:
+    """Sends a message to all that are there, to one of them last."""
+    content = encoded(message)
+    for number in sorted(self.there(), key=lambda number: number == last):
+      with contextlib.suppress(OSError):
+        await self.members[number].connection.send_bytes(content)
+
+  async def ping(self) -> None:
+    """Asks all for signs of life, on and on."""
+    while True:
+      await self.send_all({"kind": "ping"})
+      await asyncio.sleep(self._limit / PINGS_PER_LIMIT)
+
+  async def _hear(self, number: int, member: Member) -> None:
+    is_silent = False
+    while True:
+      try:
+        message = await member.connection.receive(self._limit)
+      except TimeoutError:
+        is_silent = True
+        break
+      except GONE:
+        break
+      self._heard(number, message)
+    is_news = not member.is_lost and self.members.get(number) is member
+    member.is_lost = True
+    member.connection.close()
+    if is_news:
+      self._heard(number, {"kind": "lost", "silent": is_silent})
+
+  def close(self) -> None:
+    """Closes all connections."""
+    for task in self._tasks:
+      task.cancel()
+    for member in self.members.values():
+      member.is_lost = True
+      member.connection.close()
+
+
 def spawn(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, None]) -> None:
-  """Runs work beside all else; a mistake of the program in it ends this supervisor, not in silence."""
+  """Runs work beside all else; a mistake of the program in it ends this process, not in silence."""
 
   def done(task: asyncio.Task[Any]) -> None:
     tasks.discard(task)
@@ -72,7 +168,7 @@ def spawn(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, None]) -> Non
   task.add_done_callback(done)
 
 
-async def connect(address: str, seconds: float) -> Connection:
+async def connect(address: str, seconds: float | None) -> Connection:
   """Returns a connection to HOST:PORT. Raises OSError or TimeoutError."""
   host, port = split_address(address)
   async with asyncio.timeout(seconds):

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import jax
+from jax._src import clusters
 
 from maxbatch.config.declare import Address, declared
 from maxbatch.config.load import load_config
@@ -28,9 +29,8 @@ from maxbatch.config.schema import Config, DistributedConfig
 from maxbatch.core.keys import counted
 from maxbatch.errors import SaidByAnotherError, UserError
 from maxbatch.hardware.agreement import shared_error
-from maxbatch.hardware.coordinator import relayed
-from maxbatch.hardware.ending import leave_with_others, lose_coordinator, watch_others
-from maxbatch.hardware.rendezvous import Rendezvous
+from maxbatch.hardware.ending import leave_with_others, watch_others
+from maxbatch.hardware.peers import Peers
 
 _POD = "JOB_COMPLETION_INDEX"
 _NUMBERED = (
@@ -56,6 +56,10 @@ _JOINING = "joins the other processes"
 """The name of a thread, which goes on after our limit."""
 _PATIENCE_SECONDS = 5.0
 _NAMED = 8
+_NOWHERE = (
+  "nothing says where the others are. Start the processes by srun or by mpirun of Open MPI 4, or give each "
+  "of them coordinator_address=HOST:PORT (a free port of process 0's host), num_processes=… and process_id=…"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,13 +178,14 @@ def join(config: Config) -> int:
   if not jax.distributed.is_initialized() and (stated.several or _may_be_a_pod(config)):
     # The handlers of signals stay Python's, which end a run in order.
     jax.config.update("jax_enable_preemption_service", False)
-    failure = _initialize(stated, keys, Rendezvous())
+    peers = Peers(keys.jax_distributed_heartbeat_timeout_seconds)
+    failure = _initialize(stated, keys.jax_distributed_initialization_timeout, peers)
     if isinstance(failure, UserError):
       raise failure
     if failure and stated.several:
       raise UserError(_refusal(stated, failure))
     if not failure and jax.distributed.is_initialized():
-      watch_others(keys.jax_distributed_heartbeat_timeout_seconds)
+      watch_others(peers)
   return stated.num_processes or 1
 
 
@@ -266,7 +271,9 @@ def _tell(arguments: Sequence[str], error: UserError) -> None:
   is_first = stated.process_id == 0
   if is_first:
     print(f"error: {error}", file=sys.stderr, flush=True)  # It may be long until all have come.
-  answer = _initialize(stated, config.distributed, Rendezvous(str(error)))
+  keys = config.distributed
+  peers = Peers(keys.jax_distributed_heartbeat_timeout_seconds, str(error))
+  answer = _initialize(stated, keys.jax_distributed_initialization_timeout, peers)
   if is_first or isinstance(answer, SaidByAnotherError):
     raise SaidByAnotherError(str(error)) from None
 
@@ -301,31 +308,38 @@ def _may_be_a_pod(config: Config) -> bool:
   return config.mesh.num_simulated_devices <= 0 and "KUBERNETES_SERVICE_HOST" not in os.environ
 
 
-def _initialize(
-  stated: StatedProcesses, keys: DistributedConfig, rendezvous: Rendezvous
-) -> str | UserError:
+def _initialize(stated: StatedProcesses, limit: int, peers: Peers) -> str | UserError:
   """Joins by jax; why it could not, or nothing.
 
   In a thread: jax waits without hearing signals, and at its own limit it ends the process.
   """
   if stated.several:
     _tried_to_join.set()
-  limit = keys.jax_distributed_initialization_timeout
-  silence = keys.jax_distributed_heartbeat_timeout_seconds
   outcome: queue.SimpleQueue[str | UserError] = queue.SimpleQueue()
 
   def initialize() -> None:
     try:
       # Of a package that jax would use to ask Kubernetes, if it were installed.
       warnings.simplefilter("ignore")
-      with relayed(rendezvous, lose_coordinator):
-        jax.distributed.initialize(
-          stated.address,
-          stated.num_processes if stated.address else None,
-          stated.process_id if stated.address else None,
-          initialization_timeout=limit + _JAX_LATER_SECONDS,
-          heartbeat_timeout_seconds=silence + _JAX_LATER_SECONDS,
-        )
+      known = stated if stated.address else StatedProcesses()
+      given = known.address, known.num_processes, known.process_id
+      # As jax's own `initialize` does; but the processes meet at that address before.
+      detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+      address, number, own, _ = detect(*given, None, None, limit)
+      if address is None or number is None or own is None:
+        return outcome.put(_NOWHERE)
+      if own:
+        address = peers.check_in(address, own)
+      else:
+        everywhere = f"[::]:{address.rpartition(':')[2]}"
+        peers.serve(os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", everywhere), number)
+      jax.distributed.initialize(
+        address,
+        number,
+        own,
+        initialization_timeout=limit + _JAX_LATER_SECONDS,
+        heartbeat_timeout_seconds=int(peers.limit_seconds) + _JAX_LATER_SECONDS,
+      )
     except UserError as error:
       outcome.put(error)
     except (ValueError, RuntimeError, LookupError, OSError) as error:
@@ -339,9 +353,9 @@ def _initialize(
     try:
       return outcome.get(timeout=limit)
     except queue.Empty:
-      if rendezvous.refusal:  # Those that never came have not heard of it.
-        return UserError(rendezvous.refusal)
-      return _late(stated, limit, rendezvous.missing())
+      if peers.refusal:  # Those that never came have not heard of it.
+        return UserError(peers.refusal)
+      return _late(stated, limit, peers.missing())
 
 
 def _late(stated: StatedProcesses, limit: int, missing: Sequence[int]) -> str:
@@ -371,12 +385,6 @@ def _refusal(stated: StatedProcesses, reason: str) -> str:
     "process_id": stated.process_id,
   }
   known = " ".join(f"{key}={value}" for key, value in given.items() if value is not None)
-  if "should be defined" in reason or "must be defined" in reason:
-    reason = (
-      "nothing says where the others are. Start the processes by srun or by mpirun of Open MPI 4, "
-      "or give each of them coordinator_address=HOST:PORT (a free port of process 0's host), "
-      "num_processes=… and process_id=…"
-    )
   return (
     f"{stated.sign or known}: there are several processes, and this one cannot join the others: "
     f"{reason}; skip_jax_distributed_system=true trains with this process alone"

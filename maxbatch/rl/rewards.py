@@ -11,7 +11,6 @@ import dataclasses
 import multiprocessing.connection
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,8 +27,7 @@ from maxbatch.config.find import shown
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import RLConfig
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import check_none_failed
-from maxbatch.hardware.coordinator import Exchange
+from maxbatch.hardware.agreement import Exchange, check_none_failed, failed_here
 from maxbatch.rl.checkers import REWARDS
 from maxbatch.rl.reward_calls import Call, Reply
 
@@ -318,9 +316,9 @@ class SharedRewards:
     else:
       rewards = scores.rewards_N.tolist()
       failures = len({failure.prompt for failure in scores.failures})
-    result = self._exchange([socket.gethostname(), problem, rewards, failures])
-    check_none_failed([(host, problem) for host, problem, _, _ in result])
-    of_process = [iter(each) for _, _, each, _ in result]
+    result = self._exchange([failed_here(problem), rewards, failures])
+    check_none_failed([failed for failed, _, _ in result])
+    of_process = [iter(each) for _, each, _ in result]
     in_order = [
       next(of_process[owner])
       for group, owner in zip(groups, owners, strict=True)
