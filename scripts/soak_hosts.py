@@ -260,7 +260,7 @@ def one_run(
   """
   met: collections.Counter[str] = collections.Counter()
   while sum(met.values()) < faults:
-    goal = run.step() + rng.randint(COPY_PERIOD + 2, 40)
+    goal = run.step() + rng.randint(COPY_PERIOD + 2, 3 * COPY_PERIOD)
     if not run.wait_for(lambda goal=goal: run.step() >= goal):
       break
     if not all(run.training(one) for one in range(run.hosts)) and rng.random() < 0.7:

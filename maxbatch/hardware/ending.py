@@ -205,7 +205,7 @@ class Watch:
     return End(process, self.peers.host_of(process), reason)
 
   def _guard(self) -> None:
-    """Once the run ends, says so, and ends a main thread that does not come out."""
+    """Waits for the end of the run, says why, and ends a main thread that does not come out."""
     self._end = self._first_end()
     if self._end is None:
       return
