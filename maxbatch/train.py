@@ -9,11 +9,11 @@ from typing import Annotated, NoReturn
 from maxbatch.batch.from_config import check_supervised, given_sizes
 from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
+from maxbatch.command_line.signals import SUPERVISOR
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
-from maxbatch.hardware.copies import VARIABLE
-from maxbatch.hardware.processes import leave_together, refusing_together, stated_processes
+from maxbatch.hardware.processes import leave_together, located, refusing_together
 from maxbatch.modes.compile_only import prepare_only
 from maxbatch.modes.method import Purpose
 from maxbatch.modes.prepare import purpose_of
@@ -49,7 +49,7 @@ def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
     if config.distributed.elastic:
       check_keeps_batch(config)
       only_prepares = config.compile.validate_only or config.compile.compile_only
-      if VARIABLE not in os.environ and not only_prepares:
+      if SUPERVISOR not in os.environ and not only_prepares:
         _become_supervisor(config, arguments.configuration)
     if purpose_of(config, arguments.configuration) is Purpose.RUN:
       check_learned(*run(config, retune=arguments.own.retune))
@@ -85,14 +85,15 @@ def _become_supervisor(config: Config, arguments: Sequence[str]) -> NoReturn:
   """Replaces this process by a supervisor (hardware/supervisor.py), which starts it again and again.
 
   Raises:
-    UserError: nothing says where the other supervisors are, or this process is not this command's.
+    UserError: neither keys and variables nor the cluster say where the other supervisors are, or this process
+      is not this command's.
   """
   if not set(arguments) <= set(sys.orig_argv):
     raise UserError(
       "elastic=true needs a process of its own, which is started again: run `maxbatch train`, or set "
       "elastic=false to train in this process"
     )
-  stated = stated_processes(config.distributed, os.environ)
+  stated = located(config)
   if stated.several and (
     stated.address is None or None in (stated.num_processes, stated.process_id)
   ):

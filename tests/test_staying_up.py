@@ -4,6 +4,7 @@ scripts/soak_hosts.py does this at random.
 """
 
 import importlib
+import os
 import pathlib
 import random
 import signal
@@ -13,7 +14,10 @@ from typing import Any
 
 import pytest
 from processes import REPOSITORY, environment
+from test_joining import slurm
 
+from maxbatch import train
+from maxbatch.config.load import load_config
 from maxbatch.run_folder.metrics import read_metrics
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -129,3 +133,32 @@ def test_a_mistake_of_the_user_ends_the_run_at_once(tmp_path):
   assert run.wait() == [2]
   assert not run.events("restart")
   assert "ici_fsdp_parallelism" in run.said()
+
+
+def test_a_scheduler_may_send_its_signal_to_every_process_of_a_task(tmp_path):
+  """As some do: the training process gets it itself, and from its supervisor."""
+  run = start(tmp_path, "run", 1, "num_simulated_devices=1", "steps=100000")
+  try:
+    assert run.wait_for(lambda: run.step() >= 3), run.said()
+    for pid in (run.training(0), run.supervisors[0].pid, run.training(0)):
+      soak.send(pid, signal.SIGTERM)
+    assert run.wait() == [0], run.said()
+  finally:
+    run.kill()
+  last = read_metrics(run.path)[-1]["step"]
+  assert f"Stopped after step {last}:" in run.said()
+  assert (run.path / "checkpoints" / str(last)).is_dir()
+
+
+def test_the_cluster_says_where_process_0_s_supervisor_is(monkeypatch):
+  """Under SLURM, where no variable does."""
+  keys = ["config=base", "elastic=true", "batch_size=8", "num_simulated_devices=2"]
+  variables = slurm(1, 1234) | {"SLURM_STEP_NODELIST": "host[3-4]"}
+  monkeypatch.setattr(os, "environ", os.environ | variables)
+  monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "maxbatch.train", *keys])
+  replaced = []
+  monkeypatch.setattr(os, "execv", lambda _, command: replaced.extend(command))
+  train._become_supervisor(load_config(keys), keys)
+  assert replaced[1:5] == ["-m", "maxbatch.hardware.supervisor", "-m", "maxbatch.train"]
+  place = ["coordinator_address=host3:1234", "num_processes=2", "process_id=1"]
+  assert replaced[5:] == [*keys, *place]

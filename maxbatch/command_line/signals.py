@@ -6,17 +6,32 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Callable
 from typing import NoReturn, Self
 
 INTERRUPTED = "interrupted; what was saved before is kept"
+SUPERVISOR = "MAXBATCH_SUPERVISOR"
+"""Holds, in a process that a supervisor has started, what it is told (hardware/copies.py)."""
+STOP = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 5
+"""What a supervisor sends its process in the place of a signal that ends a command. Some schedulers send
+such a signal to every process of a task: of those that the process gets itself none counts."""
 _PATIENCE_SECONDS = 5.0
 """For files and threads to be closed; an exception may also be lost, in a destructor or a lock."""
 
 
-def _signals() -> list[signal.Signals]:
-  """Returns those that end a command; not SIGHUP where it is ignored, as nohup arranges."""
+_Handler = Callable[[int, types.FrameType | None], None]
+
+
+def _handlers(handle: _Handler) -> dict[int, _Handler]:
+  """Returns a handler for each signal that ends a command; not SIGHUP where nohup has it ignored."""
   ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-  return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+  direct = [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+  if SUPERVISOR not in os.environ:
+    return dict.fromkeys(direct, handle)
+  return {
+    **dict.fromkeys(direct, lambda _, __: None),
+    STOP: lambda _, frame: handle(signal.SIGTERM, frame),
+  }
 
 
 class Interrupted(KeyboardInterrupt):
@@ -39,7 +54,10 @@ class EndingSignals:
 
   def __enter__(self) -> Self:
     threading.Thread(target=self._insist, daemon=True).start()
-    self._before = {number: signal.signal(number, self._interrupt) for number in _signals()}
+    self._before = {
+      number: signal.signal(number, handler)
+      for number, handler in _handlers(self._interrupt).items()
+    }
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -93,7 +111,9 @@ class StopSignals:
 
   def __enter__(self) -> Self:
     self._announcer.start()
-    self._before = {number: signal.signal(number, self._note) for number in _signals()}
+    self._before = {
+      number: signal.signal(number, handler) for number, handler in _handlers(self._note).items()
+    }
     return self
 
   def __exit__(self, *_: object) -> None:

@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import numpy as np
 
-VARIABLE = "MAXBATCH_SUPERVISOR"
-"""Holds, in a process that a supervisor has started, what it is told (`Order`)."""
+from maxbatch.command_line.signals import SUPERVISOR
+
 MOST_TIME = 0.01
 """Of the time copies may take."""
 SECOND_AFTER_STEPS = 10
@@ -191,7 +191,7 @@ class Order:
   @classmethod
   def of_environment(cls, environment: Mapping[str, str]) -> Self | None:
     """Returns what this process's supervisor has said; None where it has none."""
-    text = environment.get(VARIABLE)
+    text = environment.get(SUPERVISOR)
     return cls(**json.loads(text)) if text else None
 
 

@@ -70,7 +70,7 @@ class Peers:
     self._ticked, self._is_over, self._is_given_up = time.monotonic(), False, False
     self._loop, self._tasks = asyncio.new_event_loop(), set[asyncio.Task[Any]]()
     self._loop.set_exception_handler(_report)
-    threading.Thread(target=self._loop.run_forever, daemon=True, name="peers").start()
+    self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="peers")
 
   def missing(self) -> list[int]:
     """Returns, in process 0, the processes that have not come."""
@@ -89,6 +89,7 @@ class Peers:
       UserError: none may start, for the reason that all have been sent.
       OSError: another program has the port.
     """
+    self._thread.start()
     self.num_processes = num_processes
     host, port = split_address(address)
     try:
@@ -181,6 +182,7 @@ class Peers:
     Raises:
       UserError: none may start, as process 0 says, or what answers is no process 0 that waits.
     """
+    self._thread.start()
     self.process = process
     return self._run(self._check_in(address))
 

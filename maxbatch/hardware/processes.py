@@ -178,23 +178,16 @@ def join(config: Config) -> int:
   if not jax.distributed.is_initialized() and (stated.several or _may_be_a_pod(config)):
     # The handlers of signals stay Python's, which end a run in order.
     jax.config.update("jax_enable_preemption_service", False)
-    peers = Peers(keys.jax_distributed_heartbeat_timeout_seconds)
-    failure = _initialize(stated, keys.jax_distributed_initialization_timeout, peers)
+    failure = _initialize(stated, keys)
     if isinstance(failure, UserError):
       raise failure
     if failure and stated.several:
       raise UserError(_refusal(stated, failure))
-    if not failure and jax.distributed.is_initialized():
-      watch_others(peers)
   return stated.num_processes or 1
 
 
 def _check_numbered(keys: DistributedConfig, stated: StatedProcesses) -> None:
-  """Refuses a process_id that would be read by nobody: the process would train alone, or as another.
-
-  Raises:
-    UserError: neither keys nor variables say how many processes there are, or where.
-  """
+  """Refuses a process_id that would be read by nobody: the process would train alone, or as another."""
   if keys.process_id >= 0 and stated.num_processes is None and stated.address is None:
     raise UserError(
       f"process_id={keys.process_id} needs num_processes and coordinator_address, and neither keys nor "
@@ -256,11 +249,7 @@ def refusing_together(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _tell(arguments: Sequence[str], error: UserError) -> None:
-  """Tells the others, if there are any, that this process cannot start.
-
-  Raises:
-    SaidByAnotherError: it is said.
-  """
+  """Tells the others, if there are any, that this process cannot start; raises SaidByAnotherError then."""
   try:
     config = _config_of_processes(arguments)
     stated = stated_processes(config.distributed, os.environ)
@@ -271,19 +260,13 @@ def _tell(arguments: Sequence[str], error: UserError) -> None:
   is_first = stated.process_id == 0
   if is_first:
     print(f"error: {error}", file=sys.stderr, flush=True)  # It may be long until all have come.
-  keys = config.distributed
-  peers = Peers(keys.jax_distributed_heartbeat_timeout_seconds, str(error))
-  answer = _initialize(stated, keys.jax_distributed_initialization_timeout, peers)
+  answer = _initialize(stated, config.distributed, str(error))
   if is_first or isinstance(answer, SaidByAnotherError):
     raise SaidByAnotherError(str(error)) from None
 
 
 def _config_of_processes(arguments: Sequence[str]) -> Config:
-  """Returns the keys that say where the others are, whatever is wrong with other keys or their file.
-
-  Raises:
-    UserError: something is wrong with these keys.
-  """
+  """Returns the keys that say where the others are, whatever is wrong with other keys or their file."""
 
   def given(*names: str) -> list[str]:
     return [argument for argument in arguments if argument.partition("=")[0] in names]
@@ -308,25 +291,45 @@ def _may_be_a_pod(config: Config) -> bool:
   return config.mesh.num_simulated_devices <= 0 and "KUBERNETES_SERVICE_HOST" not in os.environ
 
 
-def _initialize(stated: StatedProcesses, limit: int, peers: Peers) -> str | UserError:
+def located(config: Config) -> StatedProcesses:
+  """Returns `stated_processes`, and what the cluster tells where nothing is said."""
+  stated = stated_processes(config.distributed, os.environ)
+  is_unknown = None in (stated.address, stated.num_processes, stated.process_id)
+  if is_unknown and (stated.several or _may_be_a_pod(config)):
+    with contextlib.suppress(ValueError, RuntimeError, LookupError, OSError):
+      return _detected(stated, config.distributed.jax_distributed_initialization_timeout)
+  return stated
+
+
+def _detected(stated: StatedProcesses, limit: int) -> StatedProcesses:
+  """Returns what jax's own `initialize` finds out; but the processes meet at that address before."""
+  known = stated if stated.address else StatedProcesses()
+  detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+  given = known.address, known.num_processes, known.process_id
+  address, number, own, _ = detect(*given, None, None, limit)
+  return StatedProcesses(address, number, own, stated.sign)
+
+
+def _initialize(
+  stated: StatedProcesses, keys: DistributedConfig, failure: str = ""
+) -> str | UserError:
   """Joins by jax; why it could not, or nothing.
 
   In a thread: jax waits without hearing signals, and at its own limit it ends the process.
   """
   if stated.several:
     _tried_to_join.set()
+  limit = keys.jax_distributed_initialization_timeout
+  silence = keys.jax_distributed_heartbeat_timeout_seconds
+  peers = Peers(silence, failure)
   outcome: queue.SimpleQueue[str | UserError] = queue.SimpleQueue()
 
   def initialize() -> None:
     try:
       # Of a package that jax would use to ask Kubernetes, if it were installed.
       warnings.simplefilter("ignore")
-      known = stated if stated.address else StatedProcesses()
-      given = known.address, known.num_processes, known.process_id
-      # As jax's own `initialize` does; but the processes meet at that address before.
-      detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
-      address, number, own, _ = detect(*given, None, None, limit)
-      if address is None or number is None or own is None:
+      address, number, own, _ = dataclasses.astuple(_detected(stated, limit))
+      if None in (address, number, own):
         return outcome.put(_NOWHERE)
       if own:
         address = peers.check_in(address, own)
@@ -338,7 +341,7 @@ def _initialize(stated: StatedProcesses, limit: int, peers: Peers) -> str | User
         number,
         own,
         initialization_timeout=limit + _JAX_LATER_SECONDS,
-        heartbeat_timeout_seconds=int(peers.limit_seconds) + _JAX_LATER_SECONDS,
+        heartbeat_timeout_seconds=silence + _JAX_LATER_SECONDS,
       )
     except UserError as error:
       outcome.put(error)
@@ -346,6 +349,7 @@ def _initialize(stated: StatedProcesses, limit: int, peers: Peers) -> str | User
       outcome.put(str(error).splitlines()[0] or type(error).__name__)
     else:
       _tried_to_join.set()
+      watch_others(peers)
       outcome.put("")
 
   with warnings.catch_warnings():

@@ -17,10 +17,11 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from maxbatch.command_line.signals import STOP, SUPERVISOR
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import EXIT_PROCESS_FAILED, EXIT_USER_ERROR, UserError
-from maxbatch.hardware.copies import SLOTS, VARIABLE, Header, Slot, data_offset
+from maxbatch.hardware.copies import SLOTS, Header, Slot, data_offset
 from maxbatch.hardware.leader import Leader
 from maxbatch.hardware.messages import (
   GONE,
@@ -52,10 +53,8 @@ class Supervisor:
     self._limit = float(keys.jax_distributed_heartbeat_timeout_seconds)
     self._patience = float(keys.jax_distributed_initialization_timeout)
     self.place = Place(max(keys.process_id, 0), max(keys.num_processes, 1))
-    self._first, self._has_finished = (
-      keys.coordinator_address,
-      finish_since(RunFolder.of(config.run).events),
-    )
+    self._first = keys.coordinator_address
+    self._has_finished = finish_since(RunFolder.of(config.run).events)
     self._own, self._others = [Slot() for _ in range(SLOTS)], list[Slot]()
     self._child: asyncio.subprocess.Process | None = None
     self._link: Connection | None = None
@@ -101,11 +100,11 @@ class Supervisor:
       server.close()
 
   def _signalled(self, number: signal.Signals) -> None:
-    """Hands a signal on to the training process; without one, ends at once."""
+    """Has the training process stop; without one, ends at once."""
     if self._child is None or self._child.returncode is not None:
       os._exit(128 + number)
     self._was_asked = True
-    self._child.send_signal(number)
+    self._child.send_signal(STOP)
 
   # Who leads.
 
@@ -305,7 +304,7 @@ class Supervisor:
         sys.executable,
         *arguments,
         pass_fds=sorted({its.fileno(), *order["slots"], *held}),
-        env=os.environ | {VARIABLE: json.dumps(order)},
+        env=os.environ | {SUPERVISOR: json.dumps(order)},
         preexec_fn=_end_with_parent,
         start_new_session=True,  # Ctrl-C reaches it once, from here.
       )
