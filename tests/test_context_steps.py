@@ -209,15 +209,17 @@ def messages(sizes: dict[str, int], strategy: str = "") -> dict[str, int]:
   ("strategy", "expected"),
   [
     # Keys and values forward and again backward, and their gradients.
-    ("all_gather", {"all-gather": 4, "reduce-scatter": 2}),
+    ("all_gather", {"all-gather": 4 + 5, "reduce-scatter": 2}),
     # Of keys and values one there, one in the backward pass; their gradients in it, and at its end.
-    ("ring", {"collective-permute": 8}),
-    # The gradient of a sink's logits comes from the devices that had its heads.
-    ("ulysses", {"all-to-all": 8, "all-gather": 1}),
+    ("ring", {"collective-permute": 8, "all-gather": 5}),
+    # The gradient of a sink's logits comes from the devices that had its heads. Where documents begin is
+    # found by comparing each token with the one before, and all devices need it.
+    ("ulysses", {"all-to-all": 8, "all-gather": 1 + 2, "collective-permute": 2}),
   ],
 )
 def test_a_layer_sends_what_its_strategy_says(strategy, expected):
-  """Beside that what it sends is the weights, as with fsdp: nothing of the stream."""
+  """Beside that it sends weights, as with fsdp, and nothing of the stream; and of a microbatch's rows, once,
+  the numbers of tokens that other devices have read: five arrays for zigzag order."""
   with_context = messages({"context": 2, "fsdp": 2}, strategy)
   with_fsdp = messages({"fsdp": 4})
   more = {kind: count - with_fsdp.get(kind, 0) for kind, count in with_context.items()}

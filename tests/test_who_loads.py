@@ -25,6 +25,8 @@ MICRO, SEED = 24, 7
 GROWING = [1, 3, 3, 1]
 """Microbatches of each step: two programs, for 1 and for 4."""
 AXES = {"data": (8, 1, 1, 1), "fsdp": (2, 2, 2, 1), "stages": (2, 2, 1, 2), "one row": (1, 1, 4, 2)}
+PARTS_OF_ROWS = {"data": 2, "context": 4}
+"""A device has a part of each of its rows."""
 
 
 def steps_of(counts: Sequence[int], first: int = 5) -> list[StepRows]:
@@ -34,6 +36,10 @@ def steps_of(counts: Sequence[int], first: int = 5) -> list[StepRows]:
 
 def place_of(axes: tuple[int, int, int, int]) -> NamedSharding:
   return NamedSharding(mesh(*axes), PartitionSpec(None, ("data", "fsdp")))
+
+
+def place_of_parts() -> NamedSharding:
+  return NamedSharding(mesh(**PARTS_OF_ROWS), PartitionSpec(None, ("data", "fsdp"), "context"))
 
 
 def placed_for(sharding: NamedSharding, processes: int, loading: tuple[int, ...], row_dim: int = 1):
@@ -82,6 +88,8 @@ CASES = [
   ("stages", 4, (0, 1, 2), "4/3", 0, False),
   ("stages", 4, (2,), "4", 0, False),
   ("one row", 4, (0, 2), "2", 0, False),
+  ("parts", 4, (0, 2), "2", 0, False),
+  ("parts", 2, (1,), "2", 0, True),
 ]
 
 
@@ -90,7 +98,8 @@ def test_every_device_has_the_rows_that_it_would_have_read(
   axes, processes, loading, factor, workers, streamed, monkeypatch
 ):
   keep_checksums(monkeypatch)
-  sharding, capacity = place_of(AXES[axes]), 1 if streamed else 8
+  sharding = place_of_parts() if axes == "parts" else place_of(AXES[axes])
+  capacity = 1 if streamed else 8
   steps = steps_of([1] * 5 if streamed else GROWING)
   place = placed_for(sharding, processes, loading)
   load_factor = max(Fraction(factor), Fraction(1, 2))
@@ -109,6 +118,22 @@ def test_every_device_has_the_rows_that_it_would_have_read(
         assert array.dtype == wanted.dtype
         for one, other in zip(array.addressable_shards, wanted.addressable_shards, strict=True):
           np.testing.assert_array_equal(one.data, other.data, err_msg=name)
+
+
+def test_a_device_is_sent_its_part_of_a_row_alone():
+  arrays = {}
+  for name, sharding in {"whole": place_of(AXES["one row"]), "parts": place_of_parts()}.items():
+    with train_loader(
+      NumberedRows(), SEED, steps_of([1]), micro_batch=MICRO, capacity=1, sharding=sharding
+    ) as loader:
+      arrays[name] = next(loader)
+  for field, array in arrays["parts"]._asdict().items():
+    if array is None:
+      continue
+    whole = np.asarray(getattr(arrays["whole"], field))
+    np.testing.assert_array_equal(array, whole, err_msg=field)
+    ways = 8 if whole.ndim == 3 else 2
+    assert {part.data.size for part in array.addressable_shards} == {whole.size // ways}, field
 
 
 def test_the_validation_batch_is_sent_too(monkeypatch):

@@ -45,7 +45,7 @@ def train_loader(
     steps: the steps to come, without gaps; the first may begin at any sample.
     micro_batch: rows of a microbatch over all devices.
     capacity: microbatches of the largest step; smaller steps are filled up with weight 0.
-    sharding: of [C, B, T]; may divide B, not C or T.
+    sharding: of [C, B, T]; may divide B and T, not C: each device gets its tokens alone.
     load_factor: samples read at once, as a multiple of the step's (`expansion_factor_real_data`).
     worker_count: processes that read ahead (`grain_worker_count`); 0: a thread.
     loading: the processes that read for all; none: each for its own devices.

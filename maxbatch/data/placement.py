@@ -50,8 +50,9 @@ class RowPlacement:
   """Makes global arrays of the rows that processes have read."""
 
   sharding: NamedSharding
+  """Of the tokens; may divide rows, and each row's tokens."""
   row_dim: int
-  """The dimension, of size `num_rows`, that `sharding` divides: 1 after that of microbatches, or 0."""
+  """The dimension of the rows, of size `num_rows`: 1 after that of microbatches, or 0."""
   num_rows: int
   loading: tuple[int, ...] = ()
   """The processes that read for all; none: each for itself."""
@@ -162,7 +163,8 @@ class RowPlacement:
     def local(index: tuple[slice, ...] | None) -> np.ndarray:
       assert index is not None
       rows = part((index[dim].start or 0) // self._block_size)
-      return rows if dim else rows[0]
+      own = rows[:, :, *index[dim + 1 :]]  # Of a row that devices share, the device's tokens.
+      return own if dim else own[0]
 
     shape = shape[1 - dim :]
     return jax.make_array_from_callback(shape, self._of_rank(len(shape)), local)
@@ -237,4 +239,8 @@ def _redistribution(
   mapped = jax.shard_map(
     local, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=whole, check_vma=False
   )
-  return jax.jit(mapped)
+  places = {
+    name: NamedSharding(mesh, PartitionSpec(*sharding.spec[: row_dim + 1 + len(trail)]))
+    for name, _, trail in fields
+  }
+  return jax.jit(mapped, out_shardings=places)

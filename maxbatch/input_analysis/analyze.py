@@ -198,7 +198,8 @@ def _stages(request: Request, budget: _Budget, order: ReadOrder, size: int) -> I
   if request.target is not None:
     shape = (1, request.plan.micro_batch_to_train, request.plan.max_target_length)
     mesh = make_mesh(request.plan.topology, request.target.devices)
-    place = RowPlacement(sharding((None, "batch", None), shape, mesh), row_dim=1, num_rows=shape[1])
+    tokens = sharding((None, "batch", "length"), shape, mesh)
+    place = RowPlacement(tokens, row_dim=1, num_rows=shape[1])
     yield transfer(order, place, min(1.0, budget.seconds_left / 10))
 
 

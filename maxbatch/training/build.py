@@ -343,7 +343,7 @@ def train_rows(
       segment.steps,
       micro_batch=segment.micro_batch,
       capacity=capacity,
-      sharding=sharding((None, "batch", None), shape, trainer.mesh),
+      sharding=sharding((None, "batch", "length"), shape, trainer.mesh),
       load_factor=load_factor(plan, streamed=streamed),
       worker_count=config.data.grain_worker_count,
       ahead=read_ahead(config.data),
@@ -370,7 +370,7 @@ def eval_rows(
 ) -> Sequence[EvalRows]:
   """Returns the validation rows, by source where each has its own; none without data."""
   shape = (plan.eval_batch, config.batch.max_target_length)
-  place = sharding(("batch", None), shape, trainer.mesh)
+  place = sharding(("batch", "length"), shape, trainer.mesh)
 
   def open_all(source: RowSource) -> Loader:
     return eval_loader(

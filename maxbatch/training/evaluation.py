@@ -65,5 +65,5 @@ def traced_eval(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
 
 
 def eval_shardings(rows: Rows, mesh: Mesh) -> Rows:
-  """Returns the shardings of rows (B, …): divided along B."""
-  return jax.tree.map(lambda x: sharding(("batch", *(None,) * (x.ndim - 1)), x.shape, mesh), rows)
+  """Returns the shardings of rows (B) and (B, T): divided along both."""
+  return jax.tree.map(lambda x: sharding(("batch", "length")[: x.ndim], x.shape, mesh), rows)
