@@ -84,13 +84,34 @@ def whole_in_order(x_BT: jax.Array, order_T: np.ndarray) -> jax.Array:
   return whole(in_order(whole(x_BT), order_T))
 
 
+_Runs = tuple[tuple[int, int], ...]
+"""The first token and the end of those that stay together, one after the other."""
+
+
 def in_order(x: jax.Array, order_T: np.ndarray, dim: int = 1) -> jax.Array:
-  """Returns an array with its tokens in another order: slices of those that stay together, which the
-  compiler divides where a gather could not be."""
+  """Returns an array with its tokens, all of them, in another order: slices of those that stay together,
+  which the compiler divides where a gather could not be.
+
+  So is its gradient. Derived by jax it would be the sum of whole arrays of zeros, one for each slice.
+  """
+  return _runs_in_order(x, _runs(order_T), _runs(np.argsort(order_T)), dim)
+
+
+def _runs(order_T: np.ndarray) -> _Runs:
   starts = np.flatnonzero(np.diff(order_T, prepend=-2) != 1)
-  runs = np.split(order_T, starts[1:])
-  slices = [jax.lax.slice_in_dim(x, int(run[0]), int(run[-1]) + 1, axis=dim) for run in runs]
-  return jnp.concatenate(slices, axis=dim)
+  return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(order_T, starts[1:]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _runs_in_order(x: jax.Array, runs: _Runs, back: _Runs, dim: int) -> jax.Array:
+  del back
+  return jnp.concatenate([jax.lax.slice_in_dim(x, *run, axis=dim) for run in runs], axis=dim)
+
+
+_runs_in_order.defvjp(
+  lambda x, runs, back, dim: (_runs_in_order(x, runs, back, dim), None),
+  lambda runs, back, dim, _, d_x: (_runs_in_order(d_x, back, runs, dim),),
+)
 
 
 Numbers = TypeVar("Numbers", np.ndarray, jax.Array)

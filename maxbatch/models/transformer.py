@@ -233,7 +233,7 @@ class Transformer(nnx.Module):
     if rows.positions is not None:
       vectors_BTD = table_TD[rows.positions]
       return vectors_BTD if probe_BS is None else looked_up(vectors_BTD, rows.positions, probe_BS)
-    own_TD = table_TD[:T] if rows.places is None else in_order(table_TD, rows.places, 0)
+    own_TD = table_TD[:T] if rows.places is None else in_order(table_TD[:T], rows.places, 0)
     if probe_BS is not None:
       return for_each_row(own_TD, probe_BS, self.position_embedding.axes)
     return own_TD[None]
