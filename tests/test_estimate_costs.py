@@ -328,12 +328,14 @@ def test_convolutions(left: str, right: str, result: str, attributes: str, multi
   assert convolution_flops(left, right, result, attributes) == 2 * multiplications
 
 
-def splash(name: str, grid: str, length: int = 1024) -> Products:
+def splash(name: str, grid: str, shards: int = 1) -> Products:
+  """Of rows of 1024 tokens, of which a device has the queries of a part."""
+  own = 1024 // shards
   return flops_of(
     f"%g = s8[{grid}]{{2,1,0}} parameter(0)",
-    f"%q = bf16[4,12,{length},64]{{3,2,1,0}} parameter(1)",
-    f"%k = bf16[4,3,{length},64]{{3,2,1,0}} parameter(2)",
-    f"%{name}.1 = bf16[4,12,{length},64]{{3,2,1,0}} custom-call(%g, %g, %q, %k, %k), "
+    f"%q = bf16[4,12,{own},64]{{3,2,1,0}} parameter(1)",
+    "%k = bf16[4,3,1024,64]{3,2,1,0} parameter(2)",
+    f"%{name}.1 = bf16[4,12,{own},64]{{3,2,1,0}} custom-call(%g, %g, %q, %k, %k), "
     'custom_call_target="tpu_custom_call"',
   )
 
@@ -354,6 +356,15 @@ def test_causal_attention_is_half(name: str, count: int):
   assert result == Products(count * product * pairs // 2, count * product * pairs * 10 // 16, 64)
 
 
+def test_a_devices_part_of_a_row_is_half_of_its_pairs_too():
+  """Of 1024 tokens in 8 blocks two devices visit 18 blocks each, of 32."""
+  product = 2 * 2 * 4 * 12 * 64
+  result = splash("splash_mha_fwd_segmented_residuals", "1,4,8", shards=2)
+  assert result == Products(product * 512 * 1024 // 2, product * 512 * 1024 * 18 // 32, 64)
+  in_window = splash("splash_mha_fwd_segmented_residuals", "1,4,3", shards=2)
+  assert in_window.flops == product * 512 * 3 * 128
+
+
 def test_a_fused_backward_kernel_gives_the_gradient_of_queries_in_parts():
   result = flops_of(
     "%g = s8[1,2,2]{2,1,0} parameter(0)",
@@ -362,7 +373,8 @@ def test_a_fused_backward_kernel_gives_the_gradient_of_queries_in_parts():
     "bf16[4,12,1024,64]{3,2,1,0}, bf16[4,12,1024,64]{3,2,1,0}) custom-call(%g, %g, %q, %q, %q), "
     'custom_call_target="tpu_custom_call"',
   )
-  assert result.flops == 5 * 2 * 4 * 12 * 64 * 1024 * 1024 // 2
+  pairs = 5 * 2 * 4 * 12 * 64 * 1024 * 1024
+  assert result == Products(pairs // 2, pairs * 3 // 4, 64)
 
 
 def test_attention_in_a_window_visits_a_narrower_grid():

@@ -340,7 +340,12 @@ def test_devices_with_their_own_rows_and_heads_equal_one(sizes: tuple[int, ...],
 
 
 @pytest.mark.parametrize(("window", "in_zigzag"), [(0, True), (200, False)])
-def test_devices_that_gather_keys_mask_them_for_their_own_tokens(window: int, in_zigzag: bool):
+def test_devices_that_gather_keys_mask_them_for_their_own_tokens(
+  window: int, in_zigzag: bool, monkeypatch: pytest.MonkeyPatch
+):
+  """As of long rows, whose backward kernel gives all gradients at once."""
+  monkeypatch.setattr(flash, "LONG_ROW_TOKENS", 512)
+  monkeypatch.setattr(flash, "_MOST_PARTS", 2)
   mesh, T = make_mesh(Topology.of(context=2), jax.devices()[:2]), 512
   arrays, ids_BT = operands(2, 1, T), segments(2, T)
   places_T = np.arange(T).reshape(4, -1)[[0, 3, 1, 2]].reshape(-1)
@@ -358,6 +363,22 @@ def test_devices_that_gather_keys_mask_them_for_their_own_tokens(window: int, in
     got = with_gradients(attend, *arrays)
   for ours, theirs in zip(got, with_gradients(by_products(ids_BT, window), *arrays), strict=True):
     np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 1, 129, 300])
+def test_blocks_that_are_not_compared_hold_what_the_mask_says(window: int):
+  length, part = 1024, 128
+  shape = length, length
+  order_T = np.arange(length, dtype=np.int32).reshape(8, -1)[[0, 7, 1, 6, 2, 5, 3, 4]].reshape(-1)
+  mask = flash._SeenInWindow(shape, window) if window else flash._SeenBefore(shape)
+  mask.q_sequence = order_T
+  behind = order_T[:, None] - np.arange(length)[None]
+  wanted = (behind >= 0) & (behind < (window or length))
+  for rows, keys in np.ndindex(8, 8):
+    at = slice(part * rows, part * (rows + 1)), slice(part * keys, part * (keys + 1))
+    block = mask[at]
+    np.testing.assert_array_equal(block, wanted[at])
+    assert (block.any(), block.all()) == (wanted[at].any(), wanted[at].all())
 
 
 def test_heads_that_the_devices_of_a_row_cannot_divide_are_refused():

@@ -350,8 +350,9 @@ def _splash(within: Computation, one: Instruction, count: int) -> Products:
   """Counts the products of splash attention: queries (B, N, T, H) and keys (B, K, S, H) are its
   first two float operands.
 
-  The kernel visits the blocks of a grid (queries, keys), the shape of its first operands. A square
-  grid is causal: it visits the blocks on and below the diagonal, and half of all pairs count. A
+  The kernel visits the blocks of a grid (queries, keys), the shape of its first operands. A grid of all
+  blocks is causal: half of the pairs count, and of the blocks those on and below the diagonal are
+  visited. So it is where the queries are a device's part of a row, if they stand in zigzag order. A
   sliding window makes the grid narrower; all of its blocks then count.
   """
   shapes = [shape for name in one.operands for shape in within.instructions[name].shapes]
@@ -359,13 +360,17 @@ def _splash(within: Computation, one: Instruction, count: int) -> Products:
   if len(floats) < 2:
     return Products()
   queries, keys = floats[:2]
-  if any(len(shape.dims) > len(queries.dims) for shape in one.shapes):
-    count = _FUSED_SPLASH_PRODUCTS
-  every = 2 * count * queries.elements * keys.dims[-2]
+  is_fused = any(len(shape.dims) > len(queries.dims) for shape in one.shapes)
+  count = _FUSED_SPLASH_PRODUCTS if is_fused else count
+  (*_, length, width), whole = queries.dims, keys.dims[-2]
+  every = 2 * count * queries.elements * whole
   grids = [shape.dims[-2:] for shape in shapes if shape.dtype[0] == "s" and len(shape.dims) == 3]
   rows, columns = grids[0] if grids else (1, 1)
-  width = queries.dims[-1]
-  if rows == columns:
-    return Products(every // 2, every * (rows + 1) // (2 * rows), width)
-  share = every * min(rows, columns) // max(rows, columns)
+  shorter, longer = sorted((rows, columns))
+  if is_fused:  # Its grid has all blocks, which may be wider than high.
+    return Products(every // 2, every * (columns + 1) // (2 * columns), width)
+  if shorter * whole == longer * length:
+    return Products(every // 2, every * (longer + 1) // (2 * longer), width)
+  of_part = every * min(1.0, columns * length / (rows * whole))
+  share = int(of_part) if length < whole else every * shorter // longer
   return Products(share, share, width)

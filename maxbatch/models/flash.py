@@ -21,6 +21,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxbatch.config.schema import ModelConfig, is_latent
+from maxbatch.core.topology import LONG_ROW_TOKENS
 from maxbatch.data.rows import in_order, whole_in_order
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
@@ -38,6 +39,9 @@ _LANES = 128
 _BLOCKS = (512, 384, 256, 128)
 """Blocks of tokens, the best first: larger ones keep the matrix unit busier. The largest still fits
 in the vector memory of a v5e and a v6e with head_dim=256 in float32."""
+
+_MOST_PARTS, _JOINT_BYTES = 32, 1 << 20
+"""Of the gradient of queries from one backward kernel: parts, and bytes of the keys that make one."""
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
@@ -205,7 +209,10 @@ def flash_attention_to_all_keys(
   places_T = np.arange(T) if order_T is None else order_T
   back_T = np.argsort(places_T)
   own_heads = N // sizes["tensor"] if N % sizes["tensor"] == 0 else N
-  kernel = _splash_kernel(own_heads, places_T, window, soft_cap, shards=D, interpret=interpret)
+  head_bytes = H * q_BTNH.dtype.itemsize
+  kernel = _splash_kernel(
+    own_heads, places_T, window, soft_cap, head_bytes, shards=D, interpret=interpret
+  )
   by_shard = NamedSharding(mesh, PartitionSpec(None, "context"))
   others = [(kernel, kernel.manual_sharding_spec(by_shard))]
   if segment_ids_BT is not None:
@@ -259,9 +266,60 @@ def tpu_attention(
   segments = None if segment_ids_BT is None else splash.SegmentIds(*(pad(segment_ids_BT),) * 2)
   scaled = q_BTNH / math.sqrt(H), k_BSKH, v_BSKH
   q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(pad(x), 1, 2) for x in scaled)
-  kernel = _splash_kernel(N, np.arange(length), window, soft_cap, interpret=interpret)
+  head_bytes = H * q_BTNH.dtype.itemsize
+  kernel = _splash_kernel(N, np.arange(length), window, soft_cap, head_bytes, interpret=interpret)
   out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments, sink_BN)
   return jnp.swapaxes(out_BNTH, 1, 2)[:, :T]
+
+
+class _SameForAll(np.ndarray):
+  """A block with the same value everywhere, which numpy would look for in each element."""
+
+  def any(self, *_: Any, **__: Any) -> Any:
+    """Returns the value."""
+    return self.flat[0]
+
+  all = any
+
+
+def _block_of_one(places: np.ndarray, keys: slice, length: int, window: float) -> np.ndarray | None:
+  """Returns whether queries at these places see some keys, where the answer is one for all pairs; else None.
+
+  Of rows of 131,072 tokens jax would compare all pairs of 65,536 blocks, three times, before a step compiles.
+  """
+  low, high, (first, end, _) = int(places.min()), int(places.max()), keys.indices(length)
+  is_full = low >= end - 1 and high - first < window
+  if is_full or high < first or low - (end - 1) >= window:
+    return np.broadcast_to(np.bool_(is_full), (len(places), end - first)).view(_SameForAll)
+  return None
+
+
+class _SeenBefore(splash.CausalMask):
+  """What tokens see at their places of a row: all before them."""
+
+  def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
+    """Returns whether queries see keys, of a slice of both."""
+    one = _block_of_one(self.q_sequence[idx[0]], idx[1], self.shape[1], math.inf)
+    return super().__getitem__(idx) if one is None else one
+
+
+class _SeenInWindow(splash.LocalMask):
+  """What they see where each sees so many tokens, itself included."""
+
+  def __init__(self, shape: tuple[int, int], window: int):
+    super().__init__(shape, window_size=(window - 1, 0), offset=0)
+    self._window = window
+
+  def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
+    """Returns whether queries see keys, of a slice of both."""
+    one = _block_of_one(self.q_sequence[idx[0]], idx[1], self.shape[1], self._window)
+    return super().__getitem__(idx) if one is None else one
+
+
+def _joint_keys(length: int, block: int, head_bytes: int) -> int:
+  """Returns the keys of a block of the backward kernel that gives all gradients, whole blocks of others."""
+  most = min(max(block, length // _MOST_PARTS), max(block, _JOINT_BYTES // head_bytes))
+  return max(Y for Y in range(block, most + 1, block) if length % Y == 0)
 
 
 def _splash_kernel(
@@ -269,29 +327,33 @@ def _splash_kernel(
   places_T: np.ndarray,
   window: int,
   soft_cap: float,
+  head_bytes: int,
   *,
   shards: int = 1,
   interpret: bool,
 ) -> Any:
   """Returns the kernel for queries at these places of a row, divided over devices; it skips blocks that the
-  mask leaves empty."""
+  mask leaves empty. Of long rows one backward kernel gives all gradients, by five products for seven, that
+  of queries in parts, which are added.
+  """
   length = len(places_T)
-  if window:
-    mask = splash.LocalMask((length, length), window_size=(window - 1, 0), offset=0)
-  else:
-    mask = splash.CausalMask((length, length))
+  shape = length, length
+  mask = _SeenInWindow(shape, window) if window else _SeenBefore(shape)
   mask.q_sequence = places_T.astype(np.int32)
   part = length // (2 * shards) if shards > 1 else length
   X = next(block for block in _BLOCKS if part % block == 0)
+  Y = _joint_keys(length, X, head_bytes) if length >= LONG_ROW_TOKENS and not window else 0
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask] * num_heads),
     block_sizes=splash.BlockSizes(
       block_q=X,
       block_kv=X,
       block_q_dkv=X,
-      block_kv_dkv=X,
-      block_q_dq=X,
-      block_kv_dq=X,
+      block_kv_dkv=Y or X,
+      block_kv_dkv_compute=X,
+      block_q_dq=None if Y else X,
+      block_kv_dq=None if Y else X,
+      use_fused_bwd_kernel=Y > 0,
     ),
     attn_logits_soft_cap=soft_cap or None,
     residual_checkpoint_name="context",
