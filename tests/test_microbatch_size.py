@@ -25,6 +25,7 @@ from maxbatch.hardware.devices import Target
 from maxbatch.training.optimizer import OPTIMIZERS
 from maxbatch.tuning import microbatch_size
 from maxbatch.tuning.candidates import Candidate, candidates, sizes_of
+from maxbatch.tuning.exploration import with_shared_rows
 from maxbatch.tuning.microbatch_size import choose, explore_sizes, what_it_depends_on
 from maxbatch.tuning.search import ProbeResult
 
@@ -287,6 +288,31 @@ def test_explore_tries_sizes_that_do_not_divide_the_batch_and_names_the_nearest_
     "micro_batch_size=8 does not divide the batch that is given; the nearest that it does is "
     "batch_size=64. For the one given, 8, the fastest is 1."
   )
+
+
+def test_long_rows_are_explored_on_meshes_whose_devices_share_them():
+  lines, known = [], {}
+
+  def machine(one: Candidate) -> ProbeResult:
+    tokens = float(one.per_device) * 65536
+    known.setdefault(one.context, []).append(one.per_device)
+    return ProbeResult(int(tokens * GIB), 40000 * GIB, tokens < 40000, 1 + tokens / 1e5)
+
+  result, found = explore_sizes(
+    exploring("explore", max_target_length=65536, batch_size=8), place(), machine, say=lines.append
+  )
+  assert {key: min(sizes) for key, sizes in known.items()} == {
+    1: 1,
+    2: Fraction(1, 2),
+    4: Fraction(1, 4),
+    8: Fraction(1, 8),
+  }
+  assert found.best is not None
+  assert (result.mesh.ici_context_parallelism, result.batch.micro_batch_size) == (2, Fraction(1, 2))
+  assert found.best.as_dict()["ici_context_parallelism"] == 2
+  assert "0.5 context=2" in lines[-1]
+  with_axis = exploring("explore", max_target_length=65536, batch_size=8, ici_context_parallelism=4)
+  assert {one.context for one in with_shared_rows(sizes_of, with_axis, place().layout)} == {None}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from maxbatch.errors import UserError
 
@@ -44,6 +44,15 @@ WEIGHT_AXES = ("fsdp", "expert", "context")
 LONG_ROW_TOKENS = 16384
 """Tokens of a row that devices are advised to share: in halves of so many each product still has enough to
 do, and in shorter ones messages would take longer."""
+
+
+def row_shares(length: int, devices: int) -> Iterator[int]:
+  """Yields over how many of these devices the tokens of rows are worth dividing: 1, and for long rows 2, 4, …"""
+  context = 1
+  while context == 1 or context * LONG_ROW_TOKENS // 2 <= length:
+    if context == 1 or (devices % context == 0 and length % (2 * context) == 0):
+      yield context
+    context *= 2
 
 
 def weight_groups(sizes: Mapping[str, int]) -> int:

@@ -17,7 +17,7 @@ from fractions import Fraction
 from maxbatch.command_line.screen import gib_of
 from maxbatch.core.keys import counted, text
 from maxbatch.core.solve import nearest_batches, splits_of
-from maxbatch.core.topology import LONG_ROW_TOKENS, Topology
+from maxbatch.core.topology import Topology, row_shares
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.compiled_steps import most_compiled_tokens
@@ -194,19 +194,11 @@ def meshes(work: StepWork, devices_per_slice: int, num_slices: int = 1) -> Itera
   for tensor in (1, 2, 4, _MOST_TENSOR):
     if devices_per_slice % tensor or shared % tensor or c.vocab_size % tensor:
       continue
-    for context in _sharing_rows(work, devices_per_slice // tensor, tensor):
+    for context in row_shares(work.length, devices_per_slice // tensor):
+      if context > 1 and c.base_num_query_heads % (context * tensor):
+        continue
       groups = devices_per_slice // tensor // context
       for data in (2**power for power in range(groups.bit_length())):
         if groups % data == 0 and c.base_emb_dim % (context * groups // data) == 0:
           sizes = {"data": data, "fsdp": groups // data, "context": context, "tensor": tensor}
           yield Topology(sizes, {"data": num_slices})
-
-
-def _sharing_rows(work: StepWork, devices: int, tensor: int) -> Iterator[int]:
-  """Yields how many devices may share a row's tokens, of which they also divide the heads."""
-  context = 1
-  while context == 1 or context * LONG_ROW_TOKENS // 2 <= work.length:
-    is_even = devices % context == 0 and work.length % (2 * context) == 0
-    if context == 1 or (is_even and work.model.base_num_query_heads % (context * tensor) == 0):
-      yield context
-    context *= 2

@@ -40,7 +40,7 @@ _BLOCKS = (512, 384, 256, 128)
 """Blocks of tokens, the best first: larger ones keep the matrix unit busier. The largest still fits
 in the vector memory of a v5e and a v6e with head_dim=256 in float32."""
 
-_MOST_PARTS, _JOINT_BYTES = 32, 1 << 20
+MOST_PARTS, _JOINT_BYTES = 32, 1 << 20
 """Of the gradient of queries from one backward kernel: parts, and bytes of the keys that make one."""
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
@@ -318,7 +318,7 @@ class _SeenInWindow(splash.LocalMask):
 
 def _joint_keys(length: int, block: int, head_bytes: int) -> int:
   """Returns the keys of a block of the backward kernel that gives all gradients, whole blocks of others."""
-  most = min(max(block, length // _MOST_PARTS), max(block, _JOINT_BYTES // head_bytes))
+  most = min(max(block, length // MOST_PARTS), max(block, _JOINT_BYTES // head_bytes))
   return max(Y for Y in range(block, most + 1, block) if length % Y == 0)
 
 

@@ -56,12 +56,15 @@ class Candidate:
   """Where the policy is explored too: the one that this candidate takes."""
   compiler_flags: str | None = None
   """Likewise, of the sets of flags."""
+  context: int | None = None
+  """Likewise, of how many devices share a row."""
 
   @property
   def variant(self) -> str:
     """The variant explored beside the size, in words; empty if there is none."""
+    sharing = f"context={self.context}" if self.context else ""
     flags = f"flags={self.compiler_flags}" if self.compiler_flags else ""
-    return " ".join(filter(None, (self.remat_policy, flags)))
+    return " ".join(filter(None, (sharing, self.remat_policy, flags)))
 
   @property
   def size(self) -> Fraction:
@@ -93,12 +96,14 @@ class Candidate:
     if self.batch_is_near:
       batch = with_batch(batch, self.batch_size)
     config = dataclasses.replace(config, batch=batch)
-    model, keys = config.model, config.compile
+    model, mesh, keys = config.model, config.mesh, config.compile
+    if self.context:
+      mesh = dataclasses.replace(mesh, ici_context_parallelism=self.context)
     if self.remat_policy:
       model = with_policy(model, self.remat_policy)
     if self.compiler_flags:
       keys = dataclasses.replace(keys, compiler_flags=self.compiler_flags)
-    return dataclasses.replace(config, model=model, compile=keys)
+    return dataclasses.replace(config, model=model, mesh=mesh, compile=keys)
 
   def suggested_batches(self) -> tuple[int, ...]:
     """Returns global batches that this size divides: the plan's own, and those next to it."""

@@ -1,14 +1,17 @@
 """explore: every microbatch in the range, the best so far said after each, all ranked at the end."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from maxbatch.batch.from_config import is_rl, mesh_of
 from maxbatch.command_line.screen import Table
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import text
+from maxbatch.core.topology import Topology, row_shares
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import EXPLORE, NONE, explored
 from maxbatch.hardware.devices import Device
@@ -210,6 +213,7 @@ def _line(result: Exploration) -> str:
     f"INFO: Current recommended {best.key}: {result.best.size}, {result.best.probe.how} "
     f"performance: {gain:.2f}x base, {progress}, confidence: {result.confidence} (of "
     f"{MOST_CONFIDENCE})"
+    + (f", ici_context_parallelism: {best.context}" if best.context else "")
     + (f", remat_policy: {best.remat_policy}" if best.remat_policy else "")
     + (f", compiler_flags: {best.compiler_flags}" if best.compiler_flags else "")
   )
@@ -264,6 +268,36 @@ def with_variants(
     for policy, flags in itertools.product(policies, sets)
     for size in sizes
   )
+
+
+def with_shared_rows(
+  find: Callable[[Config, Topology], Sequence[Candidate]], config: Config, layout: Topology
+) -> Sequence[Candidate]:
+  """Returns the sizes of a mesh and, where rows are long and the mesh leaves open how devices are divided
+  otherwise, those of meshes on which devices share rows.
+
+  Args:
+    find: the sizes of a configuration on a mesh.
+  """
+  sizes, mesh = find(config, layout), config.mesh
+  is_open = -1 in (mesh.ici_data_parallelism, mesh.ici_fsdp_parallelism)
+  given = mesh.ici_context_parallelism > 1 or config.pipeline.pipeline_schedule != "none"
+  if not is_open or given or is_rl(config.rl):
+    return sizes
+  shares = list(row_shares(config.batch.max_target_length, layout.devices_per_slice))
+  if len(shares) == 1:
+    return sizes
+  result = [dataclasses.replace(one, context=1) for one in sizes]
+  for context in shares[1:]:
+    shared = dataclasses.replace(
+      config, mesh=dataclasses.replace(mesh, ici_context_parallelism=context)
+    )
+    with contextlib.suppress(
+      UserError
+    ):  # Other axes leave too few devices, or this batch too many rows.
+      found = find(shared, mesh_of(shared, layout.num_devices, layout.num_slices))
+      result += [dataclasses.replace(one, context=context) for one in found]
+  return result
 
 
 def _policies(config: Config, device: Device) -> list[str]:

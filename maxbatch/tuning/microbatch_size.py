@@ -44,7 +44,12 @@ from maxbatch.tuning.candidates import (
   with_default_batch,
 )
 from maxbatch.tuning.eval_candidates import asked_to_evaluate, eval_sizes_of
-from maxbatch.tuning.exploration import Exploration, explore, with_variants
+from maxbatch.tuning.exploration import (
+  Exploration,
+  explore,
+  with_shared_rows,
+  with_variants,
+)
 from maxbatch.tuning.remembered import Made, RememberedChoice
 from maxbatch.tuning.search import ProbeSize, Say, agreed, choose_largest, in_process_0
 
@@ -181,7 +186,7 @@ def explore_sizes(
   """Tries every size that micro_batch_size=explore asks for, says how it goes, and ranks them.
 
   With remat_policy=explore, every size is tried with every policy; with compiler_flags=explore,
-  with every set of flags.
+  with every set of flags. Long rows are tried shared by more and more devices.
 
   Args:
     config: micro_batch_size is explore, and compile_only is set.
@@ -194,7 +199,7 @@ def explore_sizes(
   """
   if not config.compile.compile_only:
     raise UserError(_not_here(asked(config.batch), config))
-  sizes = find(config, place.layout)
+  sizes = with_shared_rows(find, config, place.layout)
   sizes = with_variants(sizes, config, place.devices[0])
   say = in_process_0(say)
   result = explore(sizes, agreed(probe), memory_suggestions(config), say)

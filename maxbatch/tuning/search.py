@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import jax
 
+from maxbatch.batch.from_config import mesh_of
 from maxbatch.command_line.screen import GIB, gib, gib_of
 from maxbatch.compile.compile_step import eval_report, report_or_refusal
 from maxbatch.compile.program import DoesNotFitError, capacity_bytes
@@ -140,6 +141,7 @@ class Tried:
     probe, candidate = self.probe, self.candidate
     speed = self.samples_per_second
     known = {
+      "ici_context_parallelism": candidate.context,
       "remat_policy": candidate.remat_policy,
       "compiler_flags": candidate.compiler_flags,
       "step_seconds": self.step_seconds,
@@ -276,7 +278,10 @@ class CompilingProber(abc.ABC, Generic[Size]):
     """Returns the configuration with the choice made."""
 
   def _compiled(self, config: Config) -> CompileReport:
-    return report_or_refusal(config, self._devices, self._layout)
+    layout = self._layout
+    if config.mesh != self._config.mesh:
+      layout = mesh_of(config, len(self._devices), layout.num_slices)
+    return report_or_refusal(config, self._devices, layout)
 
 
 class Prober(CompilingProber[Candidate]):
