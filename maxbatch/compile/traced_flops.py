@@ -17,7 +17,14 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from maxbatch.config.schema import attention_width
-from maxbatch.estimate.flops import CUDNN_PRODUCTS, SPLASH_PRODUCTS, attention_pairs, tokens_seen
+from maxbatch.estimate.flops import (
+  CUDNN_PRODUCTS,
+  JOINT_SPLASH_PRODUCTS,
+  SPLASH_PRODUCTS,
+  attention_pairs,
+  splash_share,
+  tokens_seen,
+)
 from maxbatch.models.attention import sliding_layers
 from maxbatch.models.registry import Model, active_share
 from maxbatch.pipeline_parallel.sizes import EVERY_TICK, operation_in_path
@@ -205,15 +212,17 @@ def _cudnn(equation: Any) -> float:
 def _splash(equation: Any) -> float:
   """Returns the FLOPs of a flash attention kernel on one device.
 
-  Queries (…, N, T, H) are its first operand that is not of integers, and the very first is a grid
-  of blocks to visit: a square one is causal, of which half counts; a window makes it narrower, and
-  all that is left does.
+  Queries (…, N, T, H) and keys (…, K, S, H) are its first operands that are not of integers, and the very
+  first is a grid of blocks to visit, see `splash_share`.
   """
   products = next(
     (count for word, count in SPLASH_PRODUCTS.items() if f"_{word}_" in equation.params["name"]), 0
   )
   operands = [each.aval for each in equation.invars]
-  queries = next(each.shape for each in operands if jnp.issubdtype(each.dtype, jnp.floating))
+  floats = [each.shape for each in operands if jnp.issubdtype(each.dtype, jnp.floating)]
+  queries, whole = floats[0], floats[1][-2]
+  is_joint = any(each.aval.ndim > len(queries) for each in equation.outvars)
+  products = JOINT_SPLASH_PRODUCTS if is_joint else products
   rows, columns = operands[0].shape[-2:]
-  share = 0.5 if rows == columns else min(rows, columns) / max(rows, columns)
-  return products * 2.0 * math.prod(queries) * queries[-2] * share
+  counted, _ = splash_share(queries[-2], whole, rows, columns, is_joint=is_joint)
+  return products * 2.0 * math.prod(queries) * whole * counted

@@ -193,9 +193,9 @@ _SLIDING = re.compile(r'"sliding_window_length": ?"?(\d+)')
 # Matrix products per kernel. fwd: logits, weighted values. dq: logits, gradient of the weights,
 # gradient of the queries. dkv: logits, gradient of the weights, gradients of keys and values.
 SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-# The fused backward kernel has the name of dkv but gives the queries' gradient too, in parts by blocks
-# of keys: logits and gradient of the weights are then formed once.
-_FUSED_SPLASH_PRODUCTS = 5
+# A backward kernel may have the name of dkv but give the queries' gradient too, in parts by blocks of
+# keys: logits and gradient of the weights are then formed once.
+JOINT_SPLASH_PRODUCTS = 5
 CUDNN_PRODUCTS = {"forward": 2, "backward": 5}
 """Those of cuDNN's attention; its backward pass forms logits and gradient of the weights once."""
 
@@ -346,31 +346,44 @@ def _cudnn(within: Computation, one: Instruction, *, backward: bool) -> Products
   return Products(flops, flops, width, backward)
 
 
+def splash_share(
+  length: int, whole: int, rows: int, columns: int, *, is_joint: bool = False
+) -> tuple[float, float]:
+  """Returns the shares of all pairs of query and key that count, and that splash attention computes.
+
+  The kernel visits the blocks of a grid. One of all blocks is causal: half of the pairs count, and of the
+  blocks those on and below the diagonal are visited. So it is where the queries are a device's part of a
+  row, if they stand in zigzag order. A sliding window makes the grid narrower; all of its blocks then count.
+
+  Args:
+    length: queries.
+    whole: keys.
+    rows: blocks of queries in the grid.
+    columns: blocks of keys.
+    is_joint: whether the kernel gives all gradients; its grid has all blocks, which may be wider than high.
+  """
+  shorter, longer = sorted((rows, columns))
+  if is_joint or shorter * whole == longer * length:
+    across = columns if is_joint else longer
+    return 0.5, (across + 1) / (2 * across)
+  is_part = length < whole
+  share = min(1.0, columns * length / (rows * whole)) if is_part else shorter / longer
+  return share, share
+
+
 def _splash(within: Computation, one: Instruction, count: int) -> Products:
   """Counts the products of splash attention: queries (B, N, T, H) and keys (B, K, S, H) are its
-  first two float operands.
-
-  The kernel visits the blocks of a grid (queries, keys), the shape of its first operands. A grid of all
-  blocks is causal: half of the pairs count, and of the blocks those on and below the diagonal are
-  visited. So it is where the queries are a device's part of a row, if they stand in zigzag order. A
-  sliding window makes the grid narrower; all of its blocks then count.
-  """
+  first two float operands, and the grid is the shape of the first."""
   shapes = [shape for name in one.operands for shape in within.instructions[name].shapes]
   floats = [shape for shape in shapes if shape.dtype in ("bf16", "f32", "f16")]
   if len(floats) < 2:
     return Products()
   queries, keys = floats[:2]
-  is_fused = any(len(shape.dims) > len(queries.dims) for shape in one.shapes)
-  count = _FUSED_SPLASH_PRODUCTS if is_fused else count
+  is_joint = any(len(shape.dims) > len(queries.dims) for shape in one.shapes)
+  count = JOINT_SPLASH_PRODUCTS if is_joint else count
   (*_, length, width), whole = queries.dims, keys.dims[-2]
-  every = 2 * count * queries.elements * whole
   grids = [shape.dims[-2:] for shape in shapes if shape.dtype[0] == "s" and len(shape.dims) == 3]
   rows, columns = grids[0] if grids else (1, 1)
-  shorter, longer = sorted((rows, columns))
-  if is_fused:  # Its grid has all blocks, which may be wider than high.
-    return Products(every // 2, every * (columns + 1) // (2 * columns), width)
-  if shorter * whole == longer * length:
-    return Products(every // 2, every * (longer + 1) // (2 * longer), width)
-  of_part = every * min(1.0, columns * length / (rows * whole))
-  share = int(of_part) if length < whole else every * shorter // longer
-  return Products(share, share, width)
+  counted, computed = splash_share(length, whole, rows, columns, is_joint=is_joint)
+  every = 2 * count * queries.elements * whole
+  return Products(round(every * counted), round(every * computed), width)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from maxbatch.core.accumulate import Accumulate, Squares
 from maxbatch.core.terms import Sum
@@ -394,11 +394,6 @@ def step_function(trainer: Trainer, rows: Any) -> jax.stages.Wrapped:
 
 
 def rows_shardings(rows: Any, mesh: Mesh) -> Any:
-  """Returns the shardings of arrays of microbatches (k, B, …): divided along B, those of text (k, B, T)
-  along both."""
-  axes = (None, "batch", "length" if isinstance(rows, Rows) else None)
-
-  def one(x: jax.Array) -> NamedSharding:
-    return sharding((*axes, *(None,) * (x.ndim - 3))[: x.ndim], x.shape, mesh)
-
-  return jax.tree.map(one, rows)
+  """Returns the shardings of microbatches (k, B, …): divided along B, those of text (k, B, T) along both."""
+  axes = (None, "batch", "length" if isinstance(rows, Rows) else None, None, None)
+  return jax.tree.map(lambda x: sharding(axes[: x.ndim], x.shape, mesh), rows)
