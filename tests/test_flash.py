@@ -340,12 +340,7 @@ def test_devices_with_their_own_rows_and_heads_equal_one(sizes: tuple[int, ...],
 
 
 @pytest.mark.parametrize(("window", "in_zigzag"), [(0, True), (200, False)])
-def test_devices_that_gather_keys_mask_them_for_their_own_tokens(
-  window: int, in_zigzag: bool, monkeypatch: pytest.MonkeyPatch
-):
-  """As of long rows, whose backward kernel gives all gradients at once."""
-  monkeypatch.setattr(flash, "LONG_ROW_TOKENS", 512)
-  monkeypatch.setattr(flash, "MOST_PARTS", 2)
+def test_devices_that_gather_keys_mask_them_for_their_own_tokens(window: int, in_zigzag: bool):
   mesh, T = make_mesh(Topology.of(context=2), jax.devices()[:2]), 512
   arrays, ids_BT = operands(2, 1, T), segments(2, T)
   places_T = np.arange(T).reshape(4, -1)[[0, 3, 1, 2]].reshape(-1)

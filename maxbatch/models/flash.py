@@ -21,7 +21,6 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxbatch.config.schema import ModelConfig, is_latent
-from maxbatch.core.topology import LONG_ROW_TOKENS
 from maxbatch.data.rows import in_order, whole_in_order
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
@@ -39,9 +38,6 @@ _LANES = 128
 _BLOCKS = (512, 384, 256, 128)
 """Blocks of tokens, the best first: larger ones keep the matrix unit busier. The largest still fits
 in the vector memory of a v5e and a v6e with head_dim=256 in float32."""
-
-MOST_PARTS, _JOINT_BYTES = 32, 1 << 20
-"""Of the gradient of queries from one backward kernel: parts, and bytes of the keys that make one."""
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
@@ -209,10 +205,7 @@ def flash_attention_to_all_keys(
   places_T = np.arange(T) if order_T is None else order_T
   back_T = np.argsort(places_T)
   own_heads = N // sizes["tensor"] if N % sizes["tensor"] == 0 else N
-  head_bytes = H * q_BTNH.dtype.itemsize
-  kernel = _splash_kernel(
-    own_heads, places_T, window, soft_cap, head_bytes, shards=D, interpret=interpret
-  )
+  kernel = _splash_kernel(own_heads, places_T, window, soft_cap, shards=D, interpret=interpret)
   by_shard = NamedSharding(mesh, PartitionSpec(None, "context"))
   others = [(kernel, kernel.manual_sharding_spec(by_shard))]
   if segment_ids_BT is not None:
@@ -266,8 +259,7 @@ def tpu_attention(
   segments = None if segment_ids_BT is None else splash.SegmentIds(*(pad(segment_ids_BT),) * 2)
   scaled = q_BTNH / math.sqrt(H), k_BSKH, v_BSKH
   q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(pad(x), 1, 2) for x in scaled)
-  head_bytes = H * q_BTNH.dtype.itemsize
-  kernel = _splash_kernel(N, np.arange(length), window, soft_cap, head_bytes, interpret=interpret)
+  kernel = _splash_kernel(N, np.arange(length), window, soft_cap, interpret=interpret)
   out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments, sink_BN)
   return jnp.swapaxes(out_BNTH, 1, 2)[:, :T]
 
@@ -316,44 +308,32 @@ class _SeenInWindow(splash.LocalMask):
     return super().__getitem__(idx) if one is None else one
 
 
-def _joint_keys(length: int, block: int, head_bytes: int) -> int:
-  """Returns the keys of a block of the backward kernel that gives all gradients, whole blocks of others."""
-  most = min(max(block, length // MOST_PARTS), max(block, _JOINT_BYTES // head_bytes))
-  return max(Y for Y in range(block, most + 1, block) if length % Y == 0)
-
-
 def _splash_kernel(
   num_heads: int,
   places_T: np.ndarray,
   window: int,
   soft_cap: float,
-  head_bytes: int,
   *,
   shards: int = 1,
   interpret: bool,
 ) -> Any:
   """Returns the kernel for queries at these places of a row, divided over devices; it skips blocks that the
-  mask leaves empty. Of long rows one backward kernel gives all gradients, by five products for seven, that
-  of queries in parts, which are added.
-  """
+  mask leaves empty."""
   length = len(places_T)
   shape = length, length
   mask = _SeenInWindow(shape, window) if window else _SeenBefore(shape)
   mask.q_sequence = places_T.astype(np.int32)
   part = length // (2 * shards) if shards > 1 else length
   X = next(block for block in _BLOCKS if part % block == 0)
-  Y = _joint_keys(length, X, head_bytes) if length >= LONG_ROW_TOKENS and not window else 0
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask] * num_heads),
     block_sizes=splash.BlockSizes(
       block_q=X,
       block_kv=X,
       block_q_dkv=X,
-      block_kv_dkv=Y or X,
-      block_kv_dkv_compute=X,
-      block_q_dq=None if Y else X,
-      block_kv_dq=None if Y else X,
-      use_fused_bwd_kernel=Y > 0,
+      block_kv_dkv=X,
+      block_q_dq=X,
+      block_kv_dq=X,
     ),
     attn_logits_soft_cap=soft_cap or None,
     residual_checkpoint_name="context",
