@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
@@ -13,11 +14,13 @@ from maxbatch.command_line.signals import SUPERVISOR
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.hardware.messages import await_order
 from maxbatch.hardware.processes import leave_together, located, refusing_together
 from maxbatch.modes.compile_only import prepare_only
 from maxbatch.modes.method import Purpose
 from maxbatch.modes.prepare import purpose_of
 from maxbatch.modes.run import check_learned, run
+from maxbatch.modes.run_log import RunLog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +49,35 @@ def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
   with refusing_together(arguments.configuration):
     config = load_config(arguments.configuration)
     check_supervised(config.rl)
-    if config.distributed.elastic:
-      check_keeps_batch(config)
-      only_prepares = config.compile.validate_only or config.compile.compile_only
-      if SUPERVISOR not in os.environ and not only_prepares:
-        _become_supervisor(config, arguments.configuration)
+    config = supervise(config, arguments.configuration)
     if purpose_of(config, arguments.configuration) is Purpose.RUN:
       check_learned(*run(config, retune=arguments.own.retune))
     else:
       prepare_only(config, retune=arguments.own.retune)
+
+
+def supervise(config: Config, arguments: Sequence[str]) -> Config:
+  """Replaces this process by a supervisor where elastic=true asks for one, and it has none yet.
+
+  Returns: The configuration, where it has one with what the supervisor says, for which it waits.
+
+  Args:
+    config: of the run.
+    arguments: the keys of the command line.
+
+  Raises:
+    UserError: the batch depends on the devices, or the others are not found.
+  """
+  if not config.distributed.elastic:
+    return config
+  check_keeps_batch(config)
+  if config.compile.validate_only or config.compile.compile_only:
+    return config
+  if SUPERVISOR not in os.environ:
+    _become_supervisor(config, arguments)
+  keys = await_order()
+  RunLog.ended = time.time()  # Until now it has only waited.
+  return load_config([*arguments, *keys])
 
 
 def check_keeps_batch(config: Config) -> None:

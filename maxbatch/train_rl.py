@@ -16,6 +16,7 @@ from maxbatch.modes.run import check_learned
 from maxbatch.rl.method import GRPO
 from maxbatch.rl.run import run_rl, sum_up_rl
 from maxbatch.run_folder.paths import RunFolder
+from maxbatch.train import supervise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Arguments[TrainRLArguments]) -> None:
   with refusing_together(arguments.configuration):
-    config = load_config(arguments.configuration)
+    config = supervise(load_config(arguments.configuration), arguments.configuration)
     if purpose_of(config, arguments.configuration) is not Purpose.RUN:
       prepare_only(config, retune=arguments.own.retune, method=GRPO)
       return

@@ -1,12 +1,15 @@
 """Hosts that die, hang, come back and are cut off, and whether an elastic run ends as the undisturbed one.
 
-python scripts/soak_hosts.py FOLDER [--faults 200] [--seed 0] [--hosts 3] [--steps 300]
+python scripts/soak_hosts.py FOLDER [--faults 200] [--seed 0] [--hosts 3] [--steps 300] [--mtbf SECONDS]
 
 Each process stands for a host. A run with elastic=true meets one fault after the other while it trains,
 and is never started again as a whole. When it has ended, every record is compared with the undisturbed
 run's: samples and batch always alike, losses bit for bit as long as all hosts were there, else within
 1e-5. Every fault must be in events.jsonl, and no more than the steps since the last copy be repeated.
 Prints a line for each fault and run; exit code 1 if anything was not as it must be.
+
+With --mtbf faults come at random times, so many seconds after each other on average, and not after some steps.
+Beside each run's goodput stands what the simulator of `maxbatch plan mtbf=` makes of the same times.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import socket
@@ -24,12 +28,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from maxbatch.advice.goodput import measured
+from maxbatch.estimate.failures import Recovery, simulate
 from maxbatch.run_folder.metrics import read_metrics
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 BATCH, COPY_PERIOD = 12, 5
 HEARTBEAT_SECONDS = 12
-PATIENCE_SECONDS = 240
+PATIENCE_SECONDS = 600
 SIZES = (
   "base_emb_dim=24 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=2 head_dim=12 "
   "base_mlp_dim=48 vocab_size=264 max_target_length=16 generate_length=0 eval_fraction=0 "
@@ -67,8 +73,22 @@ def children(pid: int) -> list[int]:
   return [int(one) for one in path.read_text().split()] if path.exists() else []
 
 
+def training_of(supervisor: int) -> int | None:
+  """Returns the training process of a supervisor: the one that has its memory. The next one waits beside it."""
+  for one in children(supervisor):
+    try:
+      links = [os.readlink(link) for link in pathlib.Path(f"/proc/{one}/fd").iterdir()]
+    except OSError:  # It has just ended.
+      continue
+    if any("memfd" in link for link in links):
+      return one
+  return None
+
+
 class Run:
   """One run: a supervisor for each host, whose output is in a file of its own."""
+
+  command = "maxbatch.train"
 
   def __init__(self, folder: pathlib.Path, name: str, hosts: int, keys: Sequence[str]) -> None:
     """Starts it."""
@@ -95,7 +115,7 @@ class Run:
     place = [f"coordinator_address=localhost:{self.port}", f"num_processes={self.hosts}"]
     with (self.folder / f"{self.name}.{number}.out").open("ab") as output:
       return subprocess.Popen(
-        [sys.executable, "-m", "maxbatch.train", *self.keys, *place, f"process_id={number}"],
+        [sys.executable, "-m", self.command, *self.keys, *place, f"process_id={number}"],
         cwd=REPOSITORY,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -104,7 +124,7 @@ class Run:
 
   def training(self, number: int) -> int | None:
     """Returns the training process of a host."""
-    return next(iter(children(self.supervisors[number].pid)), None)
+    return training_of(self.supervisors[number].pid)
 
   def step(self) -> int:
     """Returns the last step that is recorded."""
@@ -250,8 +270,36 @@ def last_copy(run: Run) -> int:
   return max(0, steps[-1] - COPY_PERIOD) if steps else 0
 
 
+def goodputs(run: Run, faults: int) -> str:
+  """Says what share of a run's time counted, and what the simulator says with the run's own times."""
+  said = re.findall(r"Goodput: ([\d.]+)% of ([\d,.]+) s", run.said())
+  times, save_steps = measured(str(run.path)), int(re.findall(r"checkpoint_period=(\d+)", SIZES)[0])
+  if not (said and faults and times.step_seconds and times.restart_seconds):
+    return "too short for a goodput"
+  share, seconds = float(said[-1][0]), float(said[-1][1].replace(",", ""))
+  restart = times.restart_seconds + (times.compile_seconds or 0.0)
+  simulated = simulate(
+    run.hosts,
+    run.hosts * seconds / faults,
+    Recovery(times.save_seconds or 0.0, restart),
+    save_steps * times.step_seconds,
+    Recovery(times.copy_seconds or 0.0, restart),
+    COPY_PERIOD * times.step_seconds,
+  )
+  return (
+    f"goodput {share:.1f}% of {seconds:,.0f} s, simulated {100 * simulated:.1f}% with a step of "
+    f"{times.step_seconds:.3f} s, copies of {times.copy_seconds or 0.0:.3f} s, restarts of {restart:.1f} s and "
+    f"a fault every {seconds / faults:.1f} s"
+  )
+
+
 def one_run(
-  run: Run, faults: int, rng: random.Random, kinds: Sequence[str], wrong: list[str]
+  run: Run,
+  faults: int,
+  rng: random.Random,
+  kinds: Sequence[str],
+  wrong: list[str],
+  mtbf_seconds: float,
 ) -> dict[str, int]:
   """Has a run meet so many faults, or as many as it lasts for; how many of each kind.
 
@@ -261,7 +309,9 @@ def one_run(
   met: collections.Counter[str] = collections.Counter()
   while sum(met.values()) < faults:
     goal = run.step() + rng.randint(COPY_PERIOD + 2, 3 * COPY_PERIOD)
-    if not run.wait_for(lambda goal=goal: run.step() >= goal):
+    if mtbf_seconds:
+      run.wait_for(lambda: False, rng.expovariate(1 / mtbf_seconds))
+    if run.ended() or not (mtbf_seconds or run.wait_for(lambda goal=goal: run.step() >= goal)):
       break
     if not all(run.training(one) for one in range(run.hosts)) and rng.random() < 0.7:
       run.wait_for(lambda: all(run.training(one) for one in range(run.hosts)), 30)
@@ -296,6 +346,7 @@ def main(arguments: Sequence[str]) -> int:
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--hosts", type=int, default=3)
   parser.add_argument("--steps", type=int, default=300)
+  parser.add_argument("--mtbf", type=float, default=0.0)
   parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
   given = parser.parse_args(arguments)
   rng, folder = random.Random(given.seed), given.folder.absolute()
@@ -309,7 +360,7 @@ def main(arguments: Sequence[str]) -> int:
     runs += 1
     run = Run(folder, f"run-{given.seed}-{runs}", given.hosts, keys)
     try:
-      here = one_run(run, given.faults - faults, rng, given.kinds, wrong)
+      here = one_run(run, given.faults - faults, rng, given.kinds, wrong, given.mtbf)
       codes = run.wait()
     finally:
       run.kill()
@@ -320,7 +371,8 @@ def main(arguments: Sequence[str]) -> int:
     wrong += compare(run, undisturbed, exact=exact)
     how = "bit for bit" if exact else "within 1e-5"
     print(
-      f"{run.name}: {'; '.join(wrong) or f'as undisturbed, {how}'}; {faults} faults so far",
+      f"{run.name}: {'; '.join(wrong) or f'as undisturbed, {how}'}; {faults} faults so far; "
+      f"{goodputs(run, sum(here.values()))}",
       flush=True,
     )
     if wrong:

@@ -162,3 +162,37 @@ def test_the_cluster_says_where_process_0_s_supervisor_is(monkeypatch):
   assert replaced[1:5] == ["-m", "maxbatch.hardware.supervisor", "-m", "maxbatch.train"]
   place = ["coordinator_address=host3:1234", "num_processes=2", "process_id=1"]
   assert replaced[5:] == [*keys, *place]
+
+
+RL = """dataset_path=stdlib dataset_cache_directory= num_simulated_devices=2 steps=30
+  checkpoint_period=1000 rl_task=format num_generations=4 batch_size=4 micro_batch_size=4
+  accumulation=streamed max_target_length=16 max_prefill_predict_length=8 warm_start_steps=0
+  eval_samples=1 eval_interval=-1 rollout_staleness=1 warmup_steps=0 eval_fraction=0.05 dropout_rate=0"""
+
+
+class RunRL(soak.Run):
+  """One of reinforcement learning."""
+
+  command = "maxbatch.train_rl"
+
+
+def test_reinforcement_learning_goes_on_as_if_nothing_had_happened(tmp_path):
+  undisturbed, run = (RunRL(tmp_path, name, 1, RL.split()) for name in ("undisturbed", "run"))
+  try:
+    assert run.wait_for(lambda: run.step() >= 8), run.said()
+    soak.Fault(run, [0], random.Random(0)).process_dies()
+    assert run.wait() == [0], run.said()
+    assert undisturbed.wait() == [0], undisturbed.said()
+  finally:
+    run.kill()
+    undisturbed.kill()
+  (restart,) = run.events("restart")
+  assert (restart["source"], restart["step"] > 0) == ("memory", True)
+  names = ("step", "samples", "loss", "rl/reward", "grad_norm")
+  ours, theirs = (
+    [{name: one[name] for name in names if name in one} for one in read_metrics(each.path)]
+    for each in (run, undisturbed)
+  )
+  assert len(ours) > 30
+  assert "rl/reward" in ours[-1]
+  assert ours == theirs

@@ -334,7 +334,7 @@ class MemoryCopies:
     header = Header((self._order.generation, record["step"], self._order.process), record, pieces)
     slot = min(self._own, key=lambda slot: slot.made)
     written = slot.write(header, (_bytes(np.asarray(data)) for data in arrays))
-    self._say({"kind": "copied", "step": record["step"], "slot": slot.descriptor})
+    self._say({"kind": "copied", "step": record["step"], "slot": self._own.index(slot)})
     self._unsent = True
     return written
 

@@ -5,10 +5,12 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from maxbatch.command_line.signals import SUPERVISOR
 from maxbatch.errors import EXIT_PROCESS_FAILED
 
 Message = dict[str, Any]
@@ -16,6 +18,9 @@ LONGEST_LINE_BYTES = 1 << 28
 GONE = (OSError, ValueError, LookupError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
 """What a connection raises that is broken, silent for too long, or to something else."""
 PINGS_PER_LIMIT = 8
+LENGTH_BYTES = 8
+"""Of the length of an order, which comes before it."""
+_MOST_FILES = 64
 
 
 def encoded(message: Message) -> bytes:
@@ -185,3 +190,30 @@ def split_address(address: str) -> tuple[str, int]:
 def address_of(host: str, port: int) -> str:
   """Returns HOST:PORT."""
   return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def await_order() -> list[str]:
+  """Waits, in a process that its supervisor has started, for what it is told; returns keys that it gives.
+
+  Raises:
+    OSError: the supervisor is gone.
+  """
+  link = int(os.environ[SUPERVISOR])
+  with socket.socket(fileno=os.dup(link)) as connection:
+    length, files, _, _ = socket.recv_fds(connection, LENGTH_BYTES, _MOST_FILES)
+    parts, left = [], int.from_bytes(length, "little")
+    while left and (part := connection.recv(left)):
+      parts.append(part)
+      left -= len(part)
+  if not parts:
+    raise OSError("the supervisor has ended")
+  said = json.loads(b"".join(parts))
+  order = said["order"] | {
+    "link": link,
+    "slots": [files[place] for place in said["order"]["slots"]],
+  }
+  order["sources"] = [
+    {"slot": files[one["slot"]]} if "slot" in one else one for one in order["sources"]
+  ]
+  os.environ[SUPERVISOR] = json.dumps(order)
+  return [f"{key}={value}" for key, value in said["keys"].items()]

@@ -8,7 +8,6 @@ the leader follows itself too, so what a supervisor does is all here.
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -17,7 +16,6 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from maxbatch.command_line.signals import STOP, SUPERVISOR
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import EXIT_PROCESS_FAILED, EXIT_USER_ERROR, UserError
@@ -34,11 +32,11 @@ from maxbatch.hardware.messages import (
   split_address,
 )
 from maxbatch.hardware.restarts import Place, finish_since
+from maxbatch.hardware.waiting import TrainingProcess
 from maxbatch.run_folder.paths import RunFolder
 
 _PAUSE_SECONDS = 0.3
 _PIECE_BYTES = 1 << 22
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _PLACED = ("coordinator_address", "num_processes", "process_id")
 """Keys of the training process that its supervisor gives, or leaves out."""
 
@@ -56,7 +54,9 @@ class Supervisor:
     self._first = keys.coordinator_address
     self._has_finished = finish_since(RunFolder.of(config.run).events)
     self._own, self._others = [Slot() for _ in range(SLOTS)], list[Slot]()
-    self._child: asyncio.subprocess.Process | None = None
+    self._child: TrainingProcess | None = None
+    self._waiting: TrainingProcess | None = None
+    """The next one."""
     self._link: Connection | None = None
     self._leader: Leader | None = None
     self._up: Connection | None = None
@@ -97,14 +97,16 @@ class Supervisor:
       return EXIT_PROCESS_FAILED
     finally:
       await self._kill()
+      if self._waiting:
+        await self._waiting.kill()
       server.close()
 
   def _signalled(self, number: signal.Signals) -> None:
     """Has the training process stop; without one, ends at once."""
-    if self._child is None or self._child.returncode is not None:
+    if self._child is None or not self._child.is_there:
       os._exit(128 + number)
     self._was_asked = True
-    self._child.send_signal(STOP)
+    self._child.stop()
 
   # Who leads.
 
@@ -289,36 +291,29 @@ class Supervisor:
 
   async def _start(self, message: Message, leader: Connection) -> None:
     """Starts the training process, if this host has a part in this generation."""
-    order, keys = message.get("order"), message.get("keys", {})
+    order = message.get("order")
     if order is None:
       return
-    ours, its = socket.socketpair()
-    order |= {"link": its.fileno(), "slots": [slot.descriptor for slot in self._own]}
-    order["sources"] = [self._nearest(source) for source in order["sources"]]
+    files = [slot.descriptor for slot in self._own]
+    order["slots"] = list(range(len(files)))
+    for source in order["sources"]:
+      if slot := self._slot_of(tuple(source["key"])):
+        source["slot"] = len(files)
+        files.append(slot.descriptor)
     order["sources"].sort(key=lambda source: "slot" not in source)
-    held = [slot.descriptor for _, slot in self._held()]
-    arguments = [one for one in self._command if one.partition("=")[0] not in {*_PLACED, *keys}]
-    arguments += [f"{key}={value}" for key, value in keys.items()]
-    with its:
-      self._child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *arguments,
-        pass_fds=sorted({its.fileno(), *order["slots"], *held}),
-        env=os.environ | {SUPERVISOR: json.dumps(order)},
-        preexec_fn=_end_with_parent,
-        start_new_session=True,  # Ctrl-C reaches it once, from here.
-      )
-    self._link = Connection(*await asyncio.open_connection(sock=ours, limit=LONGEST_LINE_BYTES))
+    waiting, self._waiting = self._waiting, None
+    if not waiting or not waiting.is_there:
+      waiting = await self._begin()
+    self._child = waiting
+    self._link = await waiting.order({"order": order, "keys": message["keys"]}, files)
     self._spawn(self._listen(self._link, message["next"], leader))
     self._spawn(self._await_end(self._child, message["generation"], leader))
 
-  def _nearest(self, source: dict[str, Any]) -> dict[str, Any]:
-    slot = self._slot_of(tuple(source["key"]))
-    return {"slot": slot.descriptor} if slot else source
+  async def _begin(self) -> TrainingProcess:
+    arguments = [one for one in self._command if one.partition("=")[0] not in _PLACED]
+    return await TrainingProcess.begin(arguments)
 
-  async def _await_end(
-    self, child: asyncio.subprocess.Process, generation: int, leader: Connection
-  ) -> None:
+  async def _await_end(self, child: TrainingProcess, generation: int, leader: Connection) -> None:
     code = await child.wait()
     if self._child is not child:
       return  # It was to end.
@@ -334,14 +329,15 @@ class Supervisor:
         if message["kind"] == "devices":
           self._devices = message["count"]
           continue
-        slot = next(one for one in self._own if one.descriptor == message["slot"])
-        failure = await self._send_on(slot, neighbour)
+        failure = await self._send_on(self._own[message["slot"]], neighbour)
         if failure:
           print(
             f"elastic: no copy of step {message['step']} on another host: {failure}", flush=True
           )
         await link.send({"kind": "sent"})
         await leader.send({"kind": "copied", "step": message["step"]})
+        if not self._waiting:
+          self._waiting = await self._begin()
 
   async def _send_on(self, slot: Slot, neighbour: str) -> str:
     """Sends what no other host has to the next one; returns why it could not."""
@@ -368,25 +364,14 @@ class Supervisor:
   async def _kill(self) -> None:
     """Ends the training process, whatever it does."""
     child, self._child = self._child, None
-    if child is not None and child.returncode is None:
-      with contextlib.suppress(ProcessLookupError):
-        child.kill()
-      await child.wait()
+    if child:
+      await child.kill()
     if self._link:
       self._link.close()
       self._link = None
 
   def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
     spawn(self._tasks, work)
-
-
-_LIBC = ctypes.CDLL(None)
-
-
-def _end_with_parent() -> None:
-  """Has the kernel end this process when its parent is no more, where it is Linux."""
-  if sys.platform == "linux":
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(command: Sequence[str]) -> int:

@@ -259,7 +259,7 @@ class RunLog:
   """Of one start, in process 0; in others it writes nothing."""
 
   ended: ClassVar[float] = 0.0
-  """When the run before it in this process ended, in seconds since 1970; 0: there was none."""
+  """When the run before it in this process ended, or the wait for its order, in seconds since 1970; 0: none."""
 
   def __init__(self, folder: Path, *, write_report: bool):
     """Events that cannot be written are left out."""

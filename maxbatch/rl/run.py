@@ -9,6 +9,7 @@ from maxbatch.compile import cache
 from maxbatch.config.schema import Config
 from maxbatch.core.phases import Position
 from maxbatch.core.topology import Topology
+from maxbatch.errors import UserError
 from maxbatch.hardware.ending import ending_together
 from maxbatch.modes.method import Purpose
 from maxbatch.modes.run import run
@@ -35,6 +36,12 @@ def run_rl(config: Config, *, retune: bool = False) -> tuple[TrainState, Positio
     cache.enable(config.compile.jax_cache_dir)
     resolved = GRPO.resolve(config, connected_devices(config), Purpose.RUN, retune=retune)
     warms = warms_up(resolved.config)
+  if warms and config.distributed.elastic:
+    raise UserError(
+      f"elastic=true warm_start_steps={config.rl.warm_start_steps}: the batch of a warm start depends on the "
+      "number of devices, which may become fewer. Train it first, by warm_start_steps and elastic=false, and stop "
+      "once it has saved; or start from other parameters, by warm_start_steps=0 load_parameters_path=…"
+    )
   if warms:
     config = _warmed_up(resolved.config, resolved.target.layout)
     resolved = dataclasses.replace(resolved, given=config, config=config)

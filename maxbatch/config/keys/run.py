@@ -31,7 +31,6 @@ from maxbatch.config.keys.read_when import (
   PROCESSES,
   PROFILER,
   SAMPLE_TEXT,
-  TEXT,
   TOPOLOGY,
 )
 from maxbatch.errors import UserError
@@ -125,7 +124,7 @@ class DistributedConfig(Section, heading="many processes"):
   hang_timeout_seconds: Annotated[int, Range(low=0, limit=1_000_000)] = key(1800, PER_START)
   """Seconds without a finished step, evaluation batch or save after which a run counts as hung:
   every process writes its stacks, and all end; 0: never."""
-  elastic: bool = key(False, PER_START, TEXT)
+  elastic: bool = key(False, PER_START)
   """Go on with the same batch on the hosts that are left when one dies or hangs, from copies of the
   state in their memory (docs/staying_up.md)."""
   min_devices: Positive = key(1, PER_START, ELASTIC)

@@ -1,0 +1,88 @@
+"""A training process that is started before it is needed.
+
+Importing is much of what a start takes. So beside each training process its supervisor has the next one, which
+has imported all and waits for its order (`await_order` in hardware/messages.py). It has no devices yet.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Self
+
+from maxbatch.command_line.signals import STOP, SUPERVISOR
+from maxbatch.hardware.messages import GONE, LENGTH_BYTES, LONGEST_LINE_BYTES, Connection, Message
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_LIBC = ctypes.CDLL(None)
+
+
+class TrainingProcess:
+  """One of them, from its start to its end."""
+
+  def __init__(self, process: asyncio.subprocess.Process, socket_to_it: socket.socket) -> None:
+    """Takes what `begin` has started."""
+    self._process, self._socket = process, socket_to_it
+
+  @classmethod
+  async def begin(cls, command: Sequence[str]) -> Self:
+    """Starts it, by a command line without the interpreter."""
+    ours, its = socket.socketpair()
+    with its:
+      process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *command,
+        pass_fds=[its.fileno()],
+        env=os.environ | {SUPERVISOR: str(its.fileno())},
+        preexec_fn=_end_with_parent,
+        start_new_session=True,  # Ctrl-C reaches it once, from its supervisor.
+      )
+    return cls(process, ours)
+
+  async def order(self, message: Message, descriptors: Sequence[int]) -> Connection:
+    """Has it train; returns the connection to it.
+
+    Args:
+      message: what it is told.
+      descriptors: of open files that go with the message, which has their places in this list.
+    """
+    content = json.dumps(message).encode()
+    with contextlib.suppress(OSError):
+      socket.send_fds(self._socket, [len(content).to_bytes(LENGTH_BYTES, "little")], descriptors)
+    streams = await asyncio.open_connection(sock=self._socket, limit=LONGEST_LINE_BYTES)
+    link = Connection(*streams)
+    with contextlib.suppress(*GONE):  # Its exit code will say why it is gone.
+      await link.send_bytes(content)
+    return link
+
+  @property
+  def is_there(self) -> bool:
+    """Returns whether it has not ended."""
+    return self._process.returncode is None
+
+  async def wait(self) -> int:
+    """Returns its exit code."""
+    return await self._process.wait()
+
+  def stop(self) -> None:
+    """Has it finish its step, save and end."""
+    self._process.send_signal(STOP)
+
+  async def kill(self) -> None:
+    """Ends it, whatever it does."""
+    if self.is_there:
+      with contextlib.suppress(ProcessLookupError):
+        self._process.kill()
+      await self._process.wait()
+    self._socket.close()
+
+
+def _end_with_parent() -> None:
+  """Has the kernel end this process when its parent is no more, where it is Linux."""
+  if sys.platform == "linux":
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
