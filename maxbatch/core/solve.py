@@ -249,7 +249,7 @@ def _from_batch(batch: GivenSize, accumulation: GivenSize | None, topology: Topo
   raise UserError(
     f"{batch} in {counted(count, 'microbatch', 'microbatches')} ({accumulation or 'one unless given'}) "
     f"is {text(batch.size / count)} samples per microbatch, which must be a multiple of "
-    f"{describe_groups(topology)}; " + _nearest_of(*options)
+    f"{describe_groups(topology, batch.size / count)}; " + _nearest_of(*options)
   )
 
 
