@@ -68,7 +68,7 @@ class PeerNaming(Naming):
 PEERS = PeerNaming(
   words={scope: scope for scope in SCOPES}
   | dict.fromkeys(("self_attention", "self_attn", "attn", "Attention_0"), "attention")
-  | dict.fromkeys(("feed_forward", "ffn", "MlpBlock_0"), "mlp")
+  | dict.fromkeys(("feed_forward", "ffn", "MlpBlock_0", "MoeBlock_0"), "mlp")
   | dict.fromkeys(("lm_head", "unembed", "logits_dense"), "head")
   | dict.fromkeys(("embed", "token_embedder", "wte"), "embedding"),
   functions=(

@@ -18,6 +18,7 @@ from maxbatch.config.schema import attention_width
 from maxbatch.data.rows import Routes
 from maxbatch.errors import UserError
 from maxbatch.estimate.step_work import step_work
+from maxbatch.models import grouped
 from maxbatch.models.attention import AttentionContext
 from maxbatch.models.experts import BALANCE, FLIPS, TOKENS, Experts, Routed, route
 from maxbatch.models.grouped import block_size, num_slots, slots_of
@@ -106,6 +107,62 @@ def test_tokens_see_their_experts_and_no_token_is_dropped(form):
     return (nnx.merge(graph, state)(x_BTD, AT).hidden_BTD * d_BTD).sum()
 
   found, expected = (jax.value_and_grad(f, argnums=(0, 1))(state, x_BTD) for f in (ours, plain))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * float(jnp.abs(b).max()))
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+  """The form for GPUs, on CPU, with so few slots that some tokens have none, in blocks of eight."""
+  monkeypatch.setattr(grouped, "is_for_gpu", lambda: True)
+  monkeypatch.setattr(grouped, "_SPARE", T * B)
+  monkeypatch.setattr(grouped, "_BEYOND_BLOCK", 8)
+
+
+@pytest.mark.usefixtures("on_gpus")
+@pytest.mark.parametrize("form", FORMS)
+def test_on_gpus_tokens_beyond_an_expert_s_slots_are_multiplied_too(form):
+  _, graph, state = layer(**FORMS[form])
+  x_BTD = jax.random.normal(jax.random.key(1), (2, B, T, D))[0]
+  tokens_E = nnx.merge(graph, state)(x_BTD, AT).stats[TOKENS].total.sum(0)
+  assert tokens_E.max() > grouped.even_slots(B * T * K, E) == B * T * K // E
+  test_tokens_see_their_experts_and_no_token_is_dropped(form)
+
+
+@pytest.mark.usefixtures("on_gpus")
+@pytest.mark.parametrize("crowd", [0, 1])
+def test_on_gpus_parts_of_the_experts_add_up_to_all(crowd, monkeypatch):
+  """Also where one expert has all tokens: then most have no slot, and other experts nothing."""
+  _, graph, state = layer(num_experts=4)
+  experts = nnx.merge(graph, state)
+  parameters = {name: x for name, (x, _) in experts._parameters().items()}
+  random = np.random.default_rng(0)
+  chosen_TK = jnp.asarray(random.permuted(np.tile(np.arange(4), (40, 1)), axis=1)[:, :K])
+  chosen_TK = jnp.where(crowd, jnp.array([[3, 0]]), chosen_TK)
+  x_TD, weight_TK = jax.random.normal(jax.random.key(2), (40, D)), jnp.full((40, K), 0.5)
+
+  def of(held):
+    part = {name: x[held] if len(x) == 4 else x for name, x in parameters.items()}
+    return experts.of_tokens(part, x_TD, chosen_TK, weight_TK)
+
+  y_TD = of(slice(0, 2)) + of(slice(2, 4))
+  np.testing.assert_allclose(y_TD, of(slice(0, 4)), rtol=1e-4, atol=1e-5)
+  grouped.is_for_gpu = lambda: False
+  np.testing.assert_allclose(y_TD, of(slice(0, 4)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_on_gpus_matrices_that_fsdp_divides_give_the_same():
+  _, graph, state = layer(**FORMS["gpt-oss's"])
+  x_BTD, d_BTD = jax.random.normal(jax.random.key(3), (2, 4, T, D))
+
+  def total(state, x_BTD):
+    return (nnx.merge(graph, state)(x_BTD, AT).hidden_BTD * d_BTD).sum()
+
+  differentiated = jax.value_and_grad(total, argnums=(0, 1))
+  expected = differentiated(state, x_BTD)
+  with jax.set_mesh(mesh(fsdp=2)):
+    found = jax.jit(differentiated)(state, x_BTD)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * float(jnp.abs(b).max()))
 

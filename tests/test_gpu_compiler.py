@@ -155,7 +155,7 @@ def test_the_compiler_still_has_no_tables_of_gpus_before_hopper():
 
 
 @COMPILER
-@pytest.mark.parametrize("policy", ["auto", "explore"])
+@pytest.mark.parametrize("policy", ["auto", "{explore: {min: 1, max: 1}}"])
 def test_the_microbatch_is_chosen_for_gpus_that_are_not_here(tmp_path, capsys, policy: str):
   keys = {"compile_topology": "a100-8", "base_num_decoder_layers": 1, "micro_batch_size": policy}
   arguments = [one for one in command(tmp_path, batch_size=16, **keys) if "per_device" not in one]
@@ -166,6 +166,18 @@ def test_the_microbatch_is_chosen_for_gpus_that_are_not_here(tmp_path, capsys, p
   )
   (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())
   assert report["memory_bytes_per_device"]["capacity"] == GPUS["a100"].usable_bytes
+
+
+@COMPILER
+def test_a_mixture_multiplies_each_token_by_its_own_experts(tmp_path):
+  """4 of 16: a product of every token with every expert would be 4 times the work."""
+  keys = {"base_num_decoder_layers": 1, "num_experts": 16, "num_experts_per_tok": 4}
+  keys |= {"compile_topology": "h100-8", "remat_policy": "none", "mlp_activation": "swiglu"}
+  assert main(command(tmp_path, compile_only="true", **keys)) == 0
+  (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())
+  assert 0.97 < report["estimate"]["coverage"] < 1.03
+  flops = report["flops_per_device"]
+  assert flops["program"] < 1.3 * flops["model"]
 
 
 @COMPILER

@@ -37,7 +37,7 @@ class Naming:
     return "attention" if any("splash_m" in word for word in words) else OTHER
 
 
-OURS = Naming({scope: scope for scope in SCOPES})
+OURS = Naming({scope: scope for scope in SCOPES} | {"experts": "mlp"})
 
 
 def scope_of(

@@ -28,6 +28,7 @@ from maxbatch.models.attention import AttentionContext
 from maxbatch.models.forms import barrier_gradients, gelu
 from maxbatch.models.grouped import (
   Slots,
+  beyond,
   combined,
   dispatched,
   grouped_bias,
@@ -55,6 +56,7 @@ BALANCE, Z_LOSS, ENTROPY, NEAR_TIES, FLIPS = (
   *("moe/balance_loss", "moe/router_z_loss", "moe/router_entropy", "moe/near_ties"),
   "moe/routing_flips",
 )
+_FEEDS = "gate", "up", "down"
 _NEAR = 16
 """Scores that differ by so many times the computation's rounding may change places when it is done in
 another order."""
@@ -170,7 +172,7 @@ class Experts(nnx.Module):
 
   def _parameters(self) -> dict[str, tuple[jax.Array, LogicalAxes]]:
     """Returns what a device needs of the layer's parameters, with their axes."""
-    matrices = {name: getattr(self.experts, name) for name in ("gate", "up", "down")}
+    matrices = {name: getattr(self.experts, name) for name in _FEEDS}
     # Which experts a device has is an input, as the number of a stage in training/pipelined_step.py.
     numbers_E1 = jnp.arange(self.config.num_experts)[:, None]
     given: dict[str, tuple[jax.Array, LogicalAxes]] = {"number": (numbers_E1, ("expert", None))}
@@ -218,8 +220,12 @@ class Experts(nnx.Module):
   ) -> jax.Array:
     """Returns what the experts that are given make of tokens: float32 (T, D)."""
     slots = slots_of(chosen_TK, self.config.num_experts, parameters["number"][:, 0])
-    y_SD = self._fed(parameters, dispatched(x_TD, slots), slots)
-    return combined(y_SD, weight_TK, slots)
+    matrices = {name: x for name, x in parameters.items() if name.split("_")[0] in _FEEDS}
+    if slots.order_N is None:
+      return combined(self._fed(matrices, dispatched(x_TD, slots), slots), weight_TK, slots)
+    matrices, rest_TD = beyond(self._fed, matrices, x_TD, weight_TK, slots)
+    y_SD = self._fed(matrices, dispatched(x_TD, slots), slots)
+    return combined(y_SD, weight_TK, slots) + rest_TD
 
   def _fed(self, parameters: Mapping[str, jax.Array], x_SD: jax.Array, slots: Slots) -> jax.Array:
     up_SF = named(self._product("up", parameters, x_SD, slots), "mlpwi_1")
