@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.ad_checkpoint import print_saved_residuals
 from support import config
 from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_config, tiny_model
@@ -18,7 +19,7 @@ from maxbatch.config.load import load_config, without_effect
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.models.registry import Parameters
-from maxbatch.models.remat import NAMED, POLICIES, kept, offload_obstacle
+from maxbatch.models.remat import NAMED, POLICIES, kept, offload_obstacle, remat_policy
 from maxbatch.training.build import build_trainer, step_rows, traced_step
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.state import is_on_host
@@ -41,6 +42,24 @@ KEPT = {
   CUSTOM: {"context", "mlpwi_1", "decoder_layer_input"},
   (*CUSTOM[:1], "attention_out=device"): {"attention_out", "decoder_layer_input"},
 }
+
+
+@pytest.mark.parametrize(
+  ("keys", "runs"), [(CUSTOM, 1), (("remat_policy=full",), 2), (("remat_policy=minimal",), 2)]
+)
+def test_cudnn_s_attention_is_kept_with_what_its_backward_kernel_reads(keys, runs, monkeypatch):
+  monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
+  policy = remat_policy(tiny_config(*keys))
+  q_BTNH = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+
+  @functools.partial(jax.checkpoint, policy=policy)
+  def attend(x_BTNH: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(
+      x_BTNH, x_BTNH, x_BTNH, is_causal=True, implementation="cudnn"
+    )
+
+  traced = jax.make_jaxpr(jax.grad(lambda x_BTNH: attend(x_BTNH).sum(dtype=jnp.float32)))(q_BTNH)
+  assert str(traced).count("dot_product_attention_fwd_wrapper[") == runs
 
 
 def loss(keys: tuple[str, ...], parameters: Parameters) -> jax.Array:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax._src.ad_checkpoint import name_p
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbatch.config.schema import ModelConfig
@@ -32,6 +33,7 @@ NAMED = (
 )
 """The tensors of a layer, each a configuration key too, for remat_policy=custom."""
 
+_CUDNN_FORWARD = "dot_product_attention_fwd"
 _MOVES = ("sharding_constraint", "convert_element_type", "reshape", "name")
 
 
@@ -92,13 +94,27 @@ def remat_policy(config: ModelConfig) -> Policy | None:
     divided = any(sizes.get(axis, 1) > 1 for axis in (*WEIGHT_AXES, "stage"))
     return _all_but_moved if divided else None
   if not result.on_host:
-    return jax.checkpoint_policies.save_only_these_names(*result.on_device)
-  return jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=result.on_device,
-    names_which_can_be_offloaded=result.on_host,
-    offload_src="device",
-    offload_dst="pinned_host",
+    return _naming_kernels(jax.checkpoint_policies.save_only_these_names(*result.on_device))
+  return _naming_kernels(
+    jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=result.on_device,
+      names_which_can_be_offloaded=result.on_host,
+      offload_src="device",
+      offload_dst="pinned_host",
+    )
   )
+
+
+def _naming_kernels(policy: Policy) -> Policy:
+  """Returns a policy for which cuDNN's attention is named context, as splash attention names itself: its
+  output with the sums that its backward kernel reads, without which it would run again."""
+
+  def named_policy(primitive: Any, *inputs: Any, **parameters: Any) -> Any:
+    if primitive.name.startswith(_CUDNN_FORWARD):
+      return policy(name_p, *inputs, name="context")
+    return policy(primitive, *inputs, **parameters)
+
+  return named_policy
 
 
 def _all_but_moved(primitive: Any, *_: Any, **parameters: Any) -> bool:
