@@ -278,13 +278,14 @@ def test_tiles_have_as_many_tokens_as_the_model_is_wide_where_that_is_more():
     assert num_tiles(config, 8, 2048) == 4
 
 
-def test_tiles_have_at_least_4096_tokens_on_gpus(monkeypatch):
+def test_tiles_have_at_least_4096_tokens_on_gpus_or_a_gibibyte_of_logits(monkeypatch):
   monkeypatch.setattr("maxbatch.training.tiles.is_for_gpu", lambda: True)
-  narrow, wide = (tiny_config("vocab_size=128256", f"base_emb_dim={D}") for D in (256, 8192))
+  narrow, wide = (tiny_config("vocab_size=65536", f"base_emb_dim={D}") for D in (256, 8192))
   assert num_tiles(narrow, 8, 2048) == 4
   assert num_tiles(narrow, 2, 2048) == 1
   assert num_tiles(narrow, 8, 2048, is_kept=True) == 4
-  assert num_tiles(wide, 8, 2048) == 2
+  assert num_tiles(wide, 8, 2048) == 4
+  assert num_tiles(tiny_config("vocab_size=128256"), 8, 2048) == 8
   with jax.sharding.use_abstract_mesh(mesh(fsdp=2, tensor=2).abstract_mesh):
     assert num_tiles(narrow, 8, 2048) == 2
 

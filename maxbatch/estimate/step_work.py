@@ -35,8 +35,8 @@ _REGISTER = 1024
 _LANES = 128
 _SMALLEST_TILE = 64 * 2**20
 """Bytes of logits that a tile of the loss has at least, where there are so many (training/tiles.py)."""
-_SMALLEST_ON_GPU = 4096
-"""Tokens that it has at least on GPUs."""
+_SMALLEST_ON_GPU, _LARGEST_ON_GPU = 4096, 2**30
+"""Tokens that it has at least on GPUs, and bytes that it has at most."""
 _KERNEL_BLOCKS = (512, 384, 256, 128)
 _KERNEL_PRODUCTS = {"forward": 2, "backward": 7}
 """Products of T × T × H in attention kernels: backward, for queries (3), keys and values (4), with weights anew."""
@@ -126,7 +126,7 @@ class StepWork:
     gradient = self.table_parameters / ways * 4
     largest = max(gradient / 4 if self.keeps_gradients(tokens) else gradient, _SMALLEST_TILE)
     if is_gpu:
-      largest = max(largest, logits / tokens * _SMALLEST_ON_GPU)
+      largest = min(max(largest, logits / tokens * _SMALLEST_ON_GPU), _LARGEST_ON_GPU)
     wanted = min(self.length, math.ceil(logits / largest))
     equal = next(n for n in range(wanted, self.length + 1) if self.length % n == 0)
     return equal if equal <= 2 * wanted else wanted

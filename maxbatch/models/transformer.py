@@ -25,6 +25,7 @@ from maxbatch.models.attention import (
 )
 from maxbatch.models.cache import Cache, Decode, empty_cache
 from maxbatch.models.experts import Experts
+from maxbatch.models.forms import taken
 from maxbatch.models.layers import (
   FeedForward,
   Norm,
@@ -211,7 +212,7 @@ class Transformer(nnx.Module):
     """Returns tokens, and learned positions, as vectors (B, T, D)."""
     table_VD = self.policy.cast(self.embedding[...])
     axes = self.embedding.axes
-    x_BTD = over_rows(lambda table_VD, ids_BT: table_VD[ids_BT], table_VD, axes, rows.inputs)
+    x_BTD = over_rows(taken, table_VD, axes, rows.inputs)
     probe_BS = probe_values(self.embedding_probe)
     if probe_BS is not None and self.head is None:
       x_BTD, cross_BTD = looked_up_tied(x_BTD, rows.inputs, probe_BS)
