@@ -239,7 +239,8 @@ class FeedForward(nnx.Module):
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """Applies the layer: (B, T, D) → (B, T, D)."""
     if self.gate is None:
-      h_BTF = gelu(barrier_gradients(self.up(x_BTD)))
+      # Else a GPU forms GELU's gradient a second time for the sum that is the bias's.
+      h_BTF = gelu(barrier_gradients(self.up(x_BTD), on_gpu=True))
     else:
       up_BTF, gate_BTF = barrier_gradients((self.up(x_BTD), self.gate(x_BTD)))
       h_BTF = gated_product(self.config, gate_BTF, up_BTF)

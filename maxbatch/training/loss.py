@@ -132,7 +132,7 @@ def row_sums(
   if not model.frozen:
     # So the matrix's gradient is divided over fsdp before the layers' backward pass, through which
     # the compiler would otherwise hold the whole of it in float32: 0.5 of 5 GB for Llama-2-7B.
-    hidden_BTD, matrix_DV = barrier_gradients((hidden_BTD, matrix_DV))
+    hidden_BTD, matrix_DV = barrier_gradients((hidden_BTD, matrix_DV), on_gpu=True)
   probe = bound.output_probe() if isinstance(bound, MeasuredModel) else None
   arrays = hidden_BTD, matrix_DV, rows.targets, rows.weights
   sums = cross_entropy_parts(*arrays, options, probe, scale)
