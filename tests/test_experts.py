@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +125,8 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_gpus_tokens_beyond_an_expert_s_slots_are_multiplied_too(form):
   _, graph, state = layer(**FORMS[form])
   x_BTD = jax.random.normal(jax.random.key(1), (2, B, T, D))[0]
-  tokens_E = nnx.merge(graph, state)(x_BTD, AT).stats[TOKENS].total.sum(0)
+  stats: Any = nnx.merge(graph, state)(x_BTD, AT).stats
+  tokens_E = stats[TOKENS].total.sum(0)
   assert tokens_E.max() > grouped.even_slots(B * T * K, E) == B * T * K // E
   test_tokens_see_their_experts_and_no_token_is_dropped(form)
 

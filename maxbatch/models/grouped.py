@@ -251,7 +251,8 @@ def _in_blocks(x_SD: jax.Array, expert_of_block: jax.Array) -> jax.Array:
 _by_blocks.defvjp(lambda *arguments: (_by_blocks(*arguments), arguments), _by_blocks_backward)
 
 
-Matrices, Dims = dict[str, jax.Array], dict[str, int]
+Matrices = dict[str, jax.Array]
+Dims = dict[str, int]
 Fed = Callable[[Matrices, jax.Array, Slots], jax.Array]
 """From the matrices of experts, (E, …) each, and tokens in slots to (S, D)."""
 _GATHERED = {"gate": 1, "up": 1, "down": 2}
@@ -271,8 +272,8 @@ def beyond(
   # A loop takes arrays in the order of their dims, into which the compiler would move them.
   dims = {name: dim for name, dim in _GATHERED.items() if is_gathered and name in matrices}
   moved = {name: jnp.moveaxis(x, dims.get(name, 0), 0) for name, x in matrices.items()}
-  moved, y_TD = _beyond(fed, tuple(dims.items()), moved, x_TD, weight_TK, slots)
-  return {name: jnp.moveaxis(x, 0, dims.get(name, 0)) for name, x in moved.items()}, y_TD
+  result: Any = _beyond(fed, tuple(dims.items()), moved, x_TD, weight_TK, slots)
+  return {name: jnp.moveaxis(x, 0, dims.get(name, 0)) for name, x in result[0].items()}, result[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
