@@ -116,8 +116,8 @@ def test_tokens_see_their_experts_and_no_token_is_dropped(form):
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
   """The form for GPUs, on CPU, with so few slots that some tokens have none, in blocks of eight."""
   monkeypatch.setattr(grouped, "is_for_gpu", lambda: True)
-  monkeypatch.setattr(grouped, "_SPARE", T * B)
-  monkeypatch.setattr(grouped, "_BEYOND_BLOCK", 8)
+  monkeypatch.setattr(grouped, "SPARE", T * B)
+  monkeypatch.setattr(grouped, "BEYOND_BLOCK", 8)
 
 
 @pytest.mark.usefixtures("on_gpus")

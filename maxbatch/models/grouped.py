@@ -25,9 +25,9 @@ from jax import lax
 from maxbatch.models.forms import is_for_gpu, is_for_tpu
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 256, 8
-_BEYOND_BLOCK = 512
+BEYOND_BLOCK = 512
 """Tokens on GPU: to read a matrix takes as long as to multiply some 400 tokens by it on an H100."""
-_SPARE = 8
+SPARE = 8
 """On GPU slots for one in so many tokens more than an even share: each slot costs a product, and each
 token without one about three."""
 
@@ -65,7 +65,7 @@ def even_slots(assignments: int, num_experts: int) -> int:
   even = -(-assignments // num_experts)
   if not is_for_gpu() or even < _SMALLEST_BLOCK:
     return 0
-  return -(-(even + even // _SPARE) // _SMALLEST_BLOCK) * _SMALLEST_BLOCK
+  return -(-(even + even // SPARE) // _SMALLEST_BLOCK) * _SMALLEST_BLOCK
 
 
 def num_slots(assignments: int, num_experts: int, block: int) -> int:
@@ -315,7 +315,7 @@ class _Blocks(NamedTuple):
     """Returns those beyond so many slots for each expert."""
     assert slots.order_N is not None
     C = len(slots.assignment_S) // len(slots.expert_of_block)
-    M = min(C, _BEYOND_BLOCK)
+    M = min(C, BEYOND_BLOCK)
     blocks_E = -(-jnp.maximum(slots.tokens_E - C, 0) // M)
     return cls(jnp.cumsum(blocks_E), blocks_E, slots.tokens_E, slots.order_N, C, M)
 
