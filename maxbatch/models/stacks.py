@@ -46,7 +46,7 @@ def apply_layers(
   first: jax.Array | int,
 ) -> jax.Array | Outputs:
   """Applies stacked layers one after the other: one compiled body in a scan, or each layer compiled
-  on its own."""
+  on its own. A single layer is in no scan, which would keep a copy of its input."""
   graph, parameters = nnx.split(stacked)
 
   def layer(
@@ -62,7 +62,7 @@ def apply_layers(
     checkpoint = functools.partial(jax.checkpoint, policy=policy)
     layer = checkpoint(layer, prevent_cse=not config.scan_layers)
   L = _length(parameters)
-  if config.scan_layers:
+  if config.scan_layers and L > 1:
     x_BTD, stacked_sums = jax.lax.scan(layer, x_BTD, (parameters, first + jnp.arange(L)))
     return with_sums(x_BTD, *over_layers(stacked_sums))
   sums = []

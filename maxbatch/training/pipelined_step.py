@@ -45,7 +45,7 @@ from maxbatch.training.model_parts import (
   zero_stage_sums,
 )
 from maxbatch.training.objective import LOSS, PROBES, model_sums, noise_stats, ratios
-from maxbatch.training.stash import InputStash, StageInput, Stash, make_stash
+from maxbatch.training.stash import NoStash, StageInput, Stash, make_stash
 from maxbatch.training.state import NOTHING, Measures, Sums
 from maxbatch.training.tick import PipelineStage
 
@@ -247,7 +247,7 @@ def _local_sums(
   """Runs the forwards of one stage of one replica, and sums its results over both."""
   layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
   microbatch = split_microbatches(_pad_rows(rows, sizes), sizes.microbatches)
-  stash = InputStash(parts, rest)
+  stash = NoStash(parts, rest)
   stage = PipelineStage(parts, pipeline, stage_index[0], layers, rest, microbatch, ticks, stash)
   return lax.psum(stage.run({}, {}).sums, ("data", "stage"))
 
@@ -281,8 +281,7 @@ def _make_stash(
 
   def stage_input() -> StageInput:
     rows, first = microbatch(jnp.int32(0)), jnp.int32(0)
-    first_repeat = {path: leaf[0] for path, leaf in layers.items()}
-    return StageInput(first_repeat, parts.embed(layers, rest, rows), rows, first)
+    return StageInput(layers, first, parts.embed(layers, rest, rows), rows, first)
 
   return make_stash(pipeline.stash, parts, rest, jax.eval_shape(stage_input))
 

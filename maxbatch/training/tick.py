@@ -13,7 +13,7 @@ An evaluation has no backwards, and no buffers for them: its timetable uses an i
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from maxbatch.training.model_parts import (
   trained,
   used_params,
 )
-from maxbatch.training.stash import Arrays, OutputGradients, StageInput, Stash
+from maxbatch.training.stash import Arrays, NoStash, OutputGradients, StageInput, Stash
 from maxbatch.training.state import Sums, zero_sums
 
 
@@ -111,7 +111,7 @@ class PipelineStage:
   rest: FlatParams
   microbatch: Callable[[jax.Array], Rows]
   ticks: TimetableArrays
-  stash: Stash
+  stash: Stash | NoStash
   capacity: BufferLimits | None = None
   scale: jax.Array | None = None
   own: StageSums = NO_SUMS
@@ -283,15 +283,20 @@ class PipelineStage:
   ) -> tuple[FlatParams, jax.Array]:
     """Adds the gradients of this stage's layers; returns them and that of their input."""
     gradients = OutputGradients(d_y_RTD, self.term_gradients)
-    new, d_x_RTD = self.stash.backward(self._stage_input(entry, x_RTD), residuals, gradients)
-    # As in accumulate.py: keeps reductions over fsdp inside the loop.
-    new = lax.optimization_barrier(new)
     summand = self.parts.model.policy.summand
-    sums = {
-      path: total.at[entry.repeat].add(_mask(entry.is_active, summand(new[path])))
-      for path, total in d_layers.items()
-    }
-    return sums, d_x_RTD
+
+    def add(totals: FlatParams, layer: jax.Array, new: FlatParams) -> FlatParams:
+      # As in accumulate.py: keeps reductions over fsdp inside the loop.
+      new = lax.optimization_barrier(new)
+      sums = {
+        path: _add_at(total, (entry.repeat, layer), _mask(entry.is_active, summand(new[path])))
+        for path, total in totals.items()
+      }
+      return self._constrain_like_params(sums)
+
+    stage_input = self._stage_input(entry, x_RTD)
+    stash = cast(Stash, self.stash)
+    return stash.backward(stage_input, residuals, gradients, d_layers, add)
 
   def _embedding_backward(
     self, entry: PassArrays, d_x_RTD: jax.Array, d_rest: FlatParams
@@ -314,15 +319,10 @@ class PipelineStage:
 
   def _stage_input(self, entry: PassArrays, x_RTD: jax.Array) -> StageInput:
     """Returns the input of this stage's layers in this forward or backward."""
-    layers = self._layers_of_repeat(entry.repeat)
-    each = next(iter(layers.values())).shape[0]
+    each = next(iter(self.layers.values())).shape[1]
     first = (entry.repeat * self.pipeline.stages + self.index) * each
-    return StageInput(layers, x_RTD, self.microbatch(entry.microbatch), first)
-
-  def _layers_of_repeat(self, repeat: jax.Array) -> FlatParams:
-    """Returns the parameters of one repeat; without repeats, nothing is copied."""
-    layers = self.layers.items()
-    return {path: x[0] if x.shape[0] == 1 else x[repeat] for path, x in layers}
+    rows = self.microbatch(entry.microbatch)
+    return StageInput(self.layers, entry.repeat, x_RTD, rows, first)
 
   def _add_gradients(self, totals: FlatParams, new: FlatParams) -> FlatParams:
     """Adds gradients of some of the parameters to the sums."""
@@ -392,6 +392,13 @@ def _blank_like(x_RTD: jax.Array) -> jax.Array:
 def _mask(condition: jax.Array, value: jax.Array) -> jax.Array:
   """Returns the value, or zeros on an idle stage, even where it computed NaN."""
   return jnp.where(condition, value, jnp.zeros_like(value))
+
+
+def _add_at(total: jax.Array, place: tuple[jax.Array, jax.Array], value: jax.Array) -> jax.Array:
+  """Returns total.at[place].add(value), as reads and writes of slices: no scatter."""
+  starts = (*place, *(0,) * value.ndim)
+  old = lax.dynamic_slice(total, starts, (1, 1, *value.shape))
+  return lax.dynamic_update_slice(total, old + value[None, None].astype(total.dtype), starts)
 
 
 def _write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
