@@ -4,14 +4,18 @@ R samples of a microbatch, T tokens, D width, V vocabulary, in float32.
 """
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
+from jax.extend import core
 from pipelined import QUICKLY
 from support import config
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.data.registry import build_dataset
+from maxbatch.models.registry import build_model
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.timetable_arrays import buffer_capacity
 from maxbatch.training.build import build_trainer, step_rows, traced_step
@@ -34,9 +38,9 @@ KEYS = {
 
 
 @functools.cache
-def compiled(
+def traced(
   schedule: str, repeats: int, passes: int, stash: str = "input"
-) -> tuple[jax.stages.Compiled, int]:
+) -> tuple[jax.stages.Traced, int]:
   """A step of STAGES × passes microbatches, and the predicted bytes of one device's slots."""
   keys = {
     "pipeline_schedule": schedule,
@@ -50,12 +54,33 @@ def compiled(
   assert trainer.pipeline.rows == R
   source = build_dataset(settings.data, T).train
   rows = step_rows(plan, trainer, source, plan.micro_batch_to_train)
-  lowered = traced_step(trainer, rows).lower()
   capacity = buffer_capacity(trainer.pipeline)
   slots = sum(vars(capacity).values()) * R * T * D * 4
   if stash == "residuals":
     slots += capacity.inputs * residual_bytes(settings, plan, trainer.pipeline)
-  return lowered.compile(compiler_options=QUICKLY), slots
+  return traced_step(trainer, rows), slots
+
+
+@functools.cache
+def compiled(
+  schedule: str, repeats: int, passes: int, stash: str = "input"
+) -> tuple[jax.stages.Compiled, int]:
+  """The same compiled."""
+  step, slots = traced(schedule, repeats, passes, stash)
+  return step.lower().compile(compiler_options=QUICKLY), slots
+
+
+def equations(jaxpr: core.Jaxpr, scope: str = "") -> Iterator[Any]:
+  """Every equation, with those inside of it, of a scope of names."""
+  for equation in jaxpr.eqns:
+    is_there = scope in str(equation.source_info.name_stack)
+    if is_there:
+      yield equation
+    for value in equation.params.values():
+      for each in value if isinstance(value, tuple) else (value,):
+        inner = each.jaxpr if isinstance(each, core.ClosedJaxpr) else each
+        if isinstance(inner, core.Jaxpr):
+          yield from equations(inner, "" if is_there else scope)
 
 
 def temporary_bytes(
@@ -100,6 +125,18 @@ def test_with_residuals_the_layers_are_computed_once():
   matrices = D * width * 2 * (heads + kv_heads) + 3 * D * mlp
   forward = 2 * R * T * matrices + 2 * 2 * R * heads * T * T * width
   assert again - once == pytest.approx(forward, rel=0.1)
+
+
+def test_a_backward_adds_each_layers_gradients_as_they_are_formed():
+  """It never holds those of all layers of a stage beside their sums."""
+  backward = list(equations(traced("1f1b", 1, 2)[0].jaxpr.jaxpr, "tick_backward"))
+  loops = [one for one in backward if one.primitive.name == "scan"]
+  stacked = {each.aval.shape for one in loops for each in one.outvars[one.params["num_carry"] :]}
+  matrices = jax.tree.leaves(build_model(config(**KEYS).model, T).shapes()["layers"])
+  # Activations of both layers, which the backward recomputes.
+  assert (2, R, T, D) in stacked
+  assert not stacked & {(2, *one.shape[1:]) for one in matrices}
+  assert not [one for one in backward if one.primitive.name == "scatter-add"]
 
 
 def test_no_stage_holds_the_logits_of_a_whole_microbatch():

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 
@@ -23,6 +23,7 @@ from maxbatch.compile.program import (
   state_bytes,
 )
 from maxbatch.compile.report import CompileReport, Sampling, make_report
+from maxbatch.compile.traced_flops import named_bytes, step_flops
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import text
 from maxbatch.core.plan import BatchPlan
@@ -32,10 +33,13 @@ from maxbatch.data.rows import RowSource
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all, write_shared_file
 from maxbatch.hardware.devices import Device
+from maxbatch.models.remat import NAMED, with_kept
 from maxbatch.run_folder.paths import RunFolder
-from maxbatch.training.build import build_trainer
+from maxbatch.training.build import build_trainer, step_rows, traced_step
 from maxbatch.training.step import Trainer
 
+_LEAST_SAVING = 0.002
+"""Of a step's products: keeping a tensor that saves less is not worth a compilation."""
 _PASSES_OF_TRAINING = 3
 """Forward, and twice as much backward, of which an evaluation does the first."""
 
@@ -117,6 +121,39 @@ def placeholder_rows(config: Config) -> RowSource:
   here."""
   data = dataclasses.replace(config.data, dataset_type="synthetic")
   return build_dataset(data, config.batch.max_target_length).train
+
+
+class Saving(NamedTuple):
+  """What it is worth to keep one of a layer's tensors for the backward pass."""
+
+  name: str
+  flops: float
+  """Of a microbatch's matrix products, on all devices, that are not computed again."""
+  bytes: int
+  """Of the tensor in one layer, on all devices."""
+
+
+def remat_savings(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> list[Saving]:
+  """Returns the tensors of a layer that are worth keeping, the best by FLOPs per byte first.
+
+  Args:
+    config: with any remat_policy; its step is only traced, in about a second for each tensor.
+  """
+  # One body for all layers: what a tensor is worth does not depend on how they are compiled.
+  model = dataclasses.replace(config.model, scan_layers=True)
+
+  def traced(kept: Sequence[str]) -> tuple[float, dict[str, int]]:
+    run = dataclasses.replace(config, model=with_kept(model, kept))
+    trainer = build_trainer(run, plan, devices)
+    rows = step_rows(plan, trainer, placeholder_rows(run), plan.micro_batch_to_train)
+    jaxpr = traced_step(trainer, rows).jaxpr
+    return step_flops(jaxpr).total, named_bytes(jaxpr.jaxpr)
+
+  all_flops, sizes = traced(())
+  saved = [(name, all_flops - traced([name])[0]) for name in NAMED[1:] if name in sizes]
+  results = [Saving(name, flops, sizes[name]) for name, flops in saved]
+  worth = [one for one in results if one.flops > _LEAST_SAVING * all_flops]
+  return sorted(worth, key=lambda one: -one.flops / one.bytes)
 
 
 def check_fits(config: Config, plan: BatchPlan, reports: Sequence[CompileReport]) -> None:

@@ -93,6 +93,30 @@ def step_flops(traced: core.ClosedJaxpr) -> StepFlops:
   return StepFlops(sum(inside.values()), outside, by_work)
 
 
+def named_bytes(jaxpr: core.Jaxpr) -> dict[str, int]:
+  """Returns bytes, on all devices, of what a layer names for its remat_policy (models/remat.py).
+
+  A name for several arrays, as attention's output with its normalizers, counts all of them, each once.
+  """
+  arrays: dict[str, set[Any]] = collections.defaultdict(set)
+  _collect_named(jaxpr, 1, arrays)
+  return {name: sum(size for _, size in found) for name, found in arrays.items()}
+
+
+def _collect_named(jaxpr: core.Jaxpr, ways: int, arrays: dict[str, set[Any]]) -> None:
+  """Adds shapes and bytes of named arrays; `ways` devices run this code, each on a part of them."""
+  for equation in jaxpr.eqns:
+    name, parameters = equation.primitive.name, equation.params
+    if name == "name":
+      aval = equation.outvars[0].aval
+      size = ways * math.prod(aval.shape) * aval.dtype.itemsize
+      arrays[parameters["name"]].add(((aval.shape, aval.dtype.name), size))
+    more = _times(name, parameters) if name == "shard_map" else 1
+    for value in parameters.values():
+      for each in _jaxprs(value):
+        _collect_named(each, ways * more, arrays)
+
+
 def _flops(jaxpr: core.Jaxpr, is_used: Iterable[bool] = itertools.repeat(True)) -> _Places:
   """Returns the FLOPs of what some results depend on; a compiler drops the rest."""
   used = {id(one) for one, yes in zip(jaxpr.outvars, is_used, strict=False) if yes}

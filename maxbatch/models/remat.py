@@ -5,7 +5,8 @@ computed again. Every named product is kept as what follows needs it: queries an
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ NAMED = (
 """The tensors of a layer, each a configuration key too, for remat_policy=custom."""
 
 _CUDNN_FORWARD = "dot_product_attention_fwd"
+_JOINED = "+"
 _MOVES = ("sharding_constraint", "convert_element_type", "reshape", "name")
 
 
@@ -68,15 +70,53 @@ def named(x: jax.Array, name: str) -> jax.Array:
   return checkpoint_name(x, name)
 
 
+def with_kept(config: ModelConfig, names: Sequence[str]) -> ModelConfig:
+  """Returns the model keeping these of the NAMED tensors on the device, and each layer's input."""
+  places = {name: "device" if name in names else "remat" for name in NAMED}
+  places["decoder_layer_input"] = "device"
+  return dataclasses.replace(config, remat_policy="custom", **places)  # pyright: ignore[reportArgumentType]
+
+
+def with_step(config: ModelConfig, step: str) -> ModelConfig:
+  """Returns the model with a step of the ladder, by keys that can be given by hand."""
+  if step not in ("full", "none"):
+    return with_kept(config, step.split(_JOINED))
+  return dataclasses.replace(config, remat_policy=step)  # pyright: ignore[reportArgumentType]
+
+
+def step_names(step: str) -> frozenset[str]:
+  """Returns the tensors that a step of the ladder keeps by name: none of the two ends."""
+  return frozenset(() if step in ("full", "none") else step.split(_JOINED))
+
+
+def joined_step(names: Collection[str]) -> str:
+  """Returns the step of the ladder that keeps these tensors, in the order of NAMED."""
+  return _JOINED.join(name for name in NAMED if name in names)
+
+
+def ladder(names: Sequence[str]) -> tuple[str, ...]:
+  """Returns what may be kept, from least to most memory: full, the first tensor, two joined by +, …, none."""
+  return ("full", *(joined_step(names[:count]) for count in range(1, len(names) + 1)), "none")
+
+
+def all_steps() -> tuple[str, ...]:
+  """Returns every step that a ladder of any order can have."""
+  some = (itertools.combinations(NAMED[1:], count) for count in range(1, len(NAMED)))
+  return ("full", "none", *(_JOINED.join(names) for names in itertools.chain(*some)))
+
+
 def kept(config: ModelConfig) -> Kept | None:
-  """Returns what a configuration keeps; None: everything."""
+  """Returns what a configuration keeps; None: everything. Until it is chosen, auto is full."""
   if config.remat_policy == "none":
     return None
+  if config.remat_policy == "auto":
+    return POLICIES["full"]
   if config.remat_policy != "custom":
     return POLICIES[config.remat_policy]
   asked = _asked(config)
   return Kept(
-    tuple(name for name, place in asked.items() if place == "device"),
+    # A layer's input is kept as what it is.
+    tuple(name for name in NAMED[1:] if asked[name] == "device"),
     tuple(name for name, place in asked.items() if place == "offload"),
   )
 

@@ -54,7 +54,15 @@ from maxbatch.tuning.candidates import (
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.eval_candidates import asked_to_evaluate, eval_sizes_of, is_eval_open
 from maxbatch.tuning.exploration import without_variants
-from maxbatch.tuning.microbatch_size import check_explored, choose, choose_to_evaluate
+from maxbatch.tuning.microbatch_size import (
+  RematProber,
+  before_remat,
+  check_explored,
+  choose,
+  choose_remat_policy,
+  choose_to_evaluate,
+  is_remat_open,
+)
 from maxbatch.tuning.pipeline_microbatches import (
   PipelineMicrobatchProber,
   choose_num_pipeline_microbatches,
@@ -166,7 +174,7 @@ class Pretraining:
     if purpose is Purpose.VALIDATE:
       check_explored(config)
     saved = saved_record(config)
-    sized = keeping_batch(config, saved, target.layout)
+    sized = keeping_batch(before_remat(config), saved, target.layout)
     sized, plan, notes = _sized(sized, target, smallest=purpose is Purpose.VALIDATE, retune=retune)
     check_plan(sized, plan)
     if purpose is not Purpose.VALIDATE:
@@ -177,9 +185,15 @@ class Pretraining:
       sized = choose_num_pipeline_microbatches(
         sized, target, prober, remembered_choices(), retune=retune, plan=plan
       )
+      if is_remat_open(config):
+        tries = RematProber(sized, target.devices, target.layout)
+        sized = choose_remat_policy(sized, plan, target, tries, remembered_choices(), retune=retune)
       sized, plan = _with_eval_batch(sized, plan, target, retune=retune)
-    elif is_eval_open(config.batch):
-      notes = [*notes, f"{asked_to_evaluate(config.batch)} {_SMALLEST_EVALUATION}"]
+    else:
+      if is_eval_open(config.batch):
+        notes = [*notes, f"{asked_to_evaluate(config.batch)} {_SMALLEST_EVALUATION}"]
+      if is_remat_open(config):
+        notes = [*notes, "remat_policy=auto is chosen when the run starts; checked with full"]
     return ResolvedRun(config, sized, target, plan, TextTraining(sized, plan), saved, notes=notes)
 
   def explored(

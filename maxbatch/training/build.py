@@ -165,7 +165,13 @@ def _rounds_updates(model: Model) -> bool:
 
 
 def _check_offloading(config: Config, platform: str) -> None:
-  """Refuses what would keep activations or the optimizer's state on the host where it cannot."""
+  """Refuses what would keep activations or the optimizer's state on the host where it cannot, and what
+  has not been chosen."""
+  if config.model.remat_policy in ("auto", "explore"):
+    raise UserError(
+      f"remat_policy={config.model.remat_policy} is not chosen here: a run on text and its compile_only choose "
+      "auto, and micro_batch_size=explore compile_only=true tries explore; for example remat_policy=full"
+    )
   is_pipeline = config.pipeline.pipeline_schedule != "none"
   obstacle = offload_obstacle(config.model, platform, is_pipeline=is_pipeline)
   if obstacle:

@@ -25,12 +25,12 @@ def residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
 
   Raises:
     UserError: the model cannot be divided over stages, attention=flash has no kernel for the
-      devices, or remat_policy=explore, which leaves the policy open.
+      devices, or remat_policy is auto or explore, which leave the policy open.
   """
-  if config.model.remat_policy == "explore":
+  if (policy := config.model.remat_policy) in ("auto", "explore"):
     raise UserError(
-      "remat_policy=explore tries several policies, but the size of pipeline_saved_activations=residuals needs "
-      "one of them; for example remat_policy=none"
+      f"remat_policy={policy} tries several policies, but the size of pipeline_saved_activations=residuals "
+      "needs one of them; for example remat_policy=none"
     )
   result = 0
 

@@ -282,21 +282,18 @@ class PipelineStage:
     d_layers: FlatParams,
   ) -> tuple[FlatParams, jax.Array]:
     """Adds the gradients of this stage's layers; returns them and that of their input."""
-    gradients = OutputGradients(d_y_RTD, self.term_gradients)
     summand = self.parts.model.policy.summand
 
     def add(totals: FlatParams, layer: jax.Array, new: FlatParams) -> FlatParams:
       # As in accumulate.py: keeps reductions over fsdp inside the loop.
-      new = lax.optimization_barrier(new)
-      sums = {
-        path: _add_at(total, (entry.repeat, layer), _mask(entry.is_active, summand(new[path])))
-        for path, total in totals.items()
-      }
+      new, at = lax.optimization_barrier(new), (entry.repeat, layer)
+      masked = {path: _mask(entry.is_active, summand(g)) for path, g in new.items()}
+      sums = {path: _add_at(total, at, masked[path]) for path, total in totals.items()}
       return self._constrain_like_params(sums)
 
-    stage_input = self._stage_input(entry, x_RTD)
-    stash = cast(Stash, self.stash)
-    return stash.backward(stage_input, residuals, gradients, d_layers, add)
+    gradients = OutputGradients(d_y_RTD, self.term_gradients)
+    given = self._stage_input(entry, x_RTD), residuals, gradients
+    return cast(Stash, self.stash).backward(*given, d_layers, add)
 
   def _embedding_backward(
     self, entry: PassArrays, d_x_RTD: jax.Array, d_rest: FlatParams
@@ -319,8 +316,7 @@ class PipelineStage:
 
   def _stage_input(self, entry: PassArrays, x_RTD: jax.Array) -> StageInput:
     """Returns the input of this stage's layers in this forward or backward."""
-    each = next(iter(self.layers.values())).shape[1]
-    first = (entry.repeat * self.pipeline.stages + self.index) * each
+    first = (entry.repeat * self.pipeline.stages + self.index) * self.pipeline.layers
     rows = self.microbatch(entry.microbatch)
     return StageInput(self.layers, entry.repeat, x_RTD, rows, first)
 
@@ -396,9 +392,8 @@ def _mask(condition: jax.Array, value: jax.Array) -> jax.Array:
 
 def _add_at(total: jax.Array, place: tuple[jax.Array, jax.Array], value: jax.Array) -> jax.Array:
   """Returns total.at[place].add(value), as reads and writes of slices: no scatter."""
-  starts = (*place, *(0,) * value.ndim)
-  old = lax.dynamic_slice(total, starts, (1, 1, *value.shape))
-  return lax.dynamic_update_slice(total, old + value[None, None].astype(total.dtype), starts)
+  starts, new = (*place, *(0,) * value.ndim), value[None, None].astype(total.dtype)
+  return lax.dynamic_update_slice(total, lax.dynamic_slice(total, starts, new.shape) + new, starts)
 
 
 def _write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:

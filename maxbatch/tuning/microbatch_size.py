@@ -1,5 +1,8 @@
-"""micro_batch_size and eval_per_device_batch_size, auto and explore: from a Config that asks for a choice to
-one that has it made.
+"""micro_batch_size and eval_per_device_batch_size, auto and explore, and remat_policy=auto: from a Config that
+asks for a choice to one that has it made.
+
+What a layer keeps is chosen on a ladder of tensors (models/remat.py), in the order of the products that the
+backward pass does not compute again for a byte: memory grows on it, and time, as a rule, falls.
 
 All processes probe together, and every number that decides is process 0's: so all take the same
 path through the search and end with the same size. Nothing of the training is consumed.
@@ -16,7 +19,8 @@ from typing import Any
 import jax
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.compile.compile_step import placeholder_rows
+from maxbatch.command_line.screen import gib
+from maxbatch.compile.compile_step import Saving, placeholder_rows, remat_savings
 from maxbatch.compile.program import memory_suggestions
 from maxbatch.compile.step_identity import (
   compiler_environment,
@@ -28,10 +32,12 @@ from maxbatch.config.keys.batch import Explore
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import text
+from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import EXPLORE, compiler_flags
 from maxbatch.hardware.devices import Target, machine_bytes
+from maxbatch.models.remat import NAMED, all_steps, joined_step, ladder, step_names, with_step
 from maxbatch.training.build import build_trainer, eval_batch_rows
 from maxbatch.training.evaluation import traced_eval
 from maxbatch.tuning.candidates import (
@@ -51,8 +57,18 @@ from maxbatch.tuning.exploration import (
   with_variants,
 )
 from maxbatch.tuning.remembered import Made, RememberedChoice
-from maxbatch.tuning.search import ProbeSize, Say, agreed, choose_largest, in_process_0
+from maxbatch.tuning.search import (
+  Choice,
+  CompilingProber,
+  ProbeSize,
+  Say,
+  Tried,
+  agreed,
+  choose_largest,
+  in_process_0,
+)
 
+_REMAT = "remat_policy"
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """The variable by which jax takes a part of a GPU's memory."""
 
@@ -120,6 +136,106 @@ def chooses(config: Config) -> bool:
   if is_open(config.batch) and config.batch.micro_batch_size != "auto":
     raise UserError(_not_here(asked(config.batch), config))
   return is_open(config.batch)
+
+
+def is_remat_open(config: Config) -> bool:
+  """Returns whether the tensors that a layer keeps are to be chosen."""
+  return config.model.remat_policy == "auto"
+
+
+def before_remat(config: Config) -> Config:
+  """Returns the configuration with the policy of least memory, by which sizes are chosen, if it is to be."""
+  return _with_step(config, "full") if is_remat_open(config) else config
+
+
+class RematProber(CompilingProber[Candidate]):
+  """Finds what a run needs and takes with one step of the ladder."""
+
+  def _with(self, size: Candidate) -> Config:
+    return _with_step(self._config, _step(size))
+
+
+def choose_remat_policy(
+  config: Config,
+  plan: BatchPlan,
+  place: Target,
+  probe: ProbeSize,
+  folder: pathlib.Path,
+  *,
+  retune: bool = False,
+  say: Say = print,
+) -> Config:
+  """Returns the configuration with what a layer keeps chosen, and one line that says why.
+
+  The highest step that fits, or the one below if that is faster, and smaller tensors for which there is room.
+
+  Args:
+    config: its sizes are chosen, with `before_remat`.
+    plan: the run's.
+    probe: what one step of the ladder needs and takes; called in all processes in the same order.
+    say: prints a line; called in process 0 only.
+
+  Raises:
+    UserError: not even remat_policy=full fits.
+  """
+
+  def make() -> Made:
+    each = remat_savings(config, plan, place.devices)
+    steps = [_candidate(plan, step) for step in ladder([one.name for one in each])]
+    choice = choose_largest(steps, agreed(probe), memory_suggestions(config))
+    added = [Tried(one, agreed(probe)(one)) for one in _with_room(choice, each, plan)]
+    fitting = [choice.chosen, *(one for one in added if one.probe.fits)]
+    best, tried = max(fitting, key=lambda one: one.samples_per_second), [*choice.tried, *added]
+    return Made(_step(best.candidate), _why(best, tried), [one.as_dict() for one in tried])
+
+  memory = RememberedChoice(folder, _REMAT, "auto", what_it_depends_on(config, place, ()))
+  line = functools.partial("{0} auto: {1} ({2})".format, _REMAT)
+  step = memory.recalled_or_made(
+    all_steps(), make, lambda step, why: line(_words(step), why), retune=retune, say=say
+  )
+  return _with_step(config, step)
+
+
+def _with_room(choice: Choice, each: Sequence[Saving], plan: BatchPlan) -> list[Candidate]:
+  """Returns the highest step that fits with tensors above it for which there is room, by the memory of two
+  steps that were compiled, if there are any."""
+  top, least = choice.largest, min(choice.tried, key=lambda one: one.probe.peak_bytes)
+  kept, sizes = step_names(_step(top.candidate)), {one.name: one.bytes for one in each}
+  more = sum(sizes[name] for name in kept - step_names(_step(least.candidate)))
+  if choice.above is None or not more:
+    return []
+  growth = (top.probe.peak_bytes - least.probe.peak_bytes) / more
+  room, with_more = top.probe.capacity_bytes - top.probe.peak_bytes, kept
+  for one in each:
+    if one.name not in kept and one.bytes * growth <= room:
+      with_more, room = with_more | {one.name}, room - one.bytes * growth
+  return [] if with_more == kept else [_candidate(plan, joined_step(with_more))]
+
+
+def _candidate(plan: BatchPlan, step: str) -> Candidate:
+  own = plan.per_device_batch_size, plan.num_microbatches, plan.micro_batch_to_train
+  return Candidate(*own, plan.global_batch_to_train, plan.max_target_length, remat_policy=step)
+
+
+def _step(candidate: Candidate) -> str:
+  return candidate.remat_policy or "full"
+
+
+def _with_step(config: Config, step: str) -> Config:
+  return dataclasses.replace(config, model=with_step(config.model, step))
+
+
+def _words(step: str) -> str:
+  """Returns a step as the keys that give it by hand."""
+  places = "".join(f" {name}=device" for name in NAMED if name in step_names(step))
+  return f"{_REMAT}=custom{places}" if places else f"{_REMAT}={step}"
+
+
+def _why(best: Tried, tried: Sequence[Tried]) -> str:
+  """Returns a choice's memory, and what does not fit."""
+  beyond = [(t.probe.peak_bytes, _step(t.candidate)) for t in tried if not t.probe.fits]
+  needs = [f"{step} needs {gib(peak)} GiB" for peak, step in sorted(beyond)[:1]]
+  return "; ".join([best.probe.memory, *needs])
 
 
 def check_explored(config: Config) -> None:

@@ -247,10 +247,11 @@ class ModelConfig(Section, heading="the model"):
     "qkv_proj_offloaded",
     "full",
     "custom",
+    "auto",
     "explore",
   ] = key("none", CHANGEABLE)
-  """What the forward pass keeps for the backward pass, from none (keeps all) to full (recomputes
-  all); custom: the next keys; explore: try each (docs/models.md)."""
+  """What is kept for the backward pass, none (all) to full (nothing); custom: the next keys; auto: the
+  fastest that fits; explore: try all (docs/yardstick.md)."""
   decoder_layer_input: RematPlace = key("device", CHANGEABLE, CUSTOM_REMAT)
   """remat_policy: custom, for each tensor: remat (recompute), device (keep) or offload (keep on the
   host). A layer's input: device or offload."""
