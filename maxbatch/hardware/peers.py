@@ -68,9 +68,12 @@ class Peers:
     {"kind": "lost", "silent": …} where one is gone; of this process itself {"kind": "still", "seconds": …},
     where it has been stopped for so long that the others have missed it."""
     self._ticked, self._is_over, self._is_given_up = time.monotonic(), False, False
-    self._loop, self._tasks = asyncio.new_event_loop(), set[asyncio.Task[Any]]()
+    self._tasks = set[asyncio.Task[Any]]()
+
+  def _begin(self) -> None:
+    self._loop = asyncio.new_event_loop()
     self._loop.set_exception_handler(_report)
-    self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="peers")
+    threading.Thread(target=self._loop.run_forever, daemon=True, name="peers").start()
 
   def missing(self) -> list[int]:
     """Returns, in process 0, the processes that have not come."""
@@ -89,7 +92,7 @@ class Peers:
       UserError: none may start, for the reason that all have been sent.
       OSError: another program has the port.
     """
-    self._thread.start()
+    self._begin()
     self.num_processes = num_processes
     host, port = split_address(address)
     try:
@@ -182,7 +185,7 @@ class Peers:
     Raises:
       UserError: none may start, as process 0 says, or what answers is no process 0 that waits.
     """
-    self._thread.start()
+    self._begin()
     self.process = process
     return self._run(self._check_in(address))
 
