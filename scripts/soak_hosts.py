@@ -270,17 +270,21 @@ def last_copy(run: Run) -> int:
   return max(0, steps[-1] - COPY_PERIOD) if steps else 0
 
 
-def goodputs(run: Run, faults: int) -> str:
-  """Says what share of a run's time counted, and what the simulator says with the run's own times."""
+def goodputs(run: Run) -> str:
+  """Says what share of a run's time counted, and what the simulator says with the run's own times.
+
+  A host that comes back is a restart too.
+  """
+  restarts = len(run.events("restart"))
   said = re.findall(r"Goodput: ([\d.]+)% of ([\d,.]+) s", run.said())
   times, save_steps = measured(str(run.path)), int(re.findall(r"checkpoint_period=(\d+)", SIZES)[0])
-  if not (said and faults and times.step_seconds and times.restart_seconds):
+  if not (said and restarts and times.step_seconds and times.restart_seconds):
     return "too short for a goodput"
   share, seconds = float(said[-1][0]), float(said[-1][1].replace(",", ""))
   restart = times.restart_seconds + (times.compile_seconds or 0.0)
   simulated = simulate(
     run.hosts,
-    run.hosts * seconds / faults,
+    run.hosts * seconds / restarts,
     Recovery(times.save_seconds or 0.0, restart),
     save_steps * times.step_seconds,
     Recovery(times.copy_seconds or 0.0, restart),
@@ -289,7 +293,7 @@ def goodputs(run: Run, faults: int) -> str:
   return (
     f"goodput {share:.1f}% of {seconds:,.0f} s, simulated {100 * simulated:.1f}% with a step of "
     f"{times.step_seconds:.3f} s, copies of {times.copy_seconds or 0.0:.3f} s, restarts of {restart:.1f} s and "
-    f"a fault every {seconds / faults:.1f} s"
+    f"one every {seconds / restarts:.1f} s"
   )
 
 
@@ -372,7 +376,7 @@ def main(arguments: Sequence[str]) -> int:
     how = "bit for bit" if exact else "within 1e-5"
     print(
       f"{run.name}: {'; '.join(wrong) or f'as undisturbed, {how}'}; {faults} faults so far; "
-      f"{goodputs(run, sum(here.values()))}",
+      f"{goodputs(run)}",
       flush=True,
     )
     if wrong:

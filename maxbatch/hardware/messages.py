@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -18,9 +17,7 @@ LONGEST_LINE_BYTES = 1 << 28
 GONE = (OSError, ValueError, LookupError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
 """What a connection raises that is broken, silent for too long, or to something else."""
 PINGS_PER_LIMIT = 8
-LENGTH_BYTES = 8
-"""Of the length of an order, which comes before it."""
-_MOST_FILES = 64
+_PIECE_BYTES = 1 << 16
 
 
 def encoded(message: Message) -> bytes:
@@ -117,21 +114,27 @@ class Star:
 
   async def send(self, number: int, message: Message) -> None:
     """Sends a message to one, if that is possible."""
+    await self._send(number, encoded(message))
+
+  async def _send(self, number: int, content: bytes) -> None:
     with contextlib.suppress(OSError):
-      await self.members[number].connection.send(message)
+      await self.members[number].connection.send_bytes(content)
 
   async def send_all(self, message: Message, last: int | None = None) -> None:
     """Sends a message to all that are there, to one of them last."""
-    content = encoded(message)
-    for number in sorted(self.there(), key=lambda number: number == last):
-      with contextlib.suppress(OSError):
-        await self.members[number].connection.send_bytes(content)
+    content, there = encoded(message), self.there()
+    await asyncio.gather(*(self._send(number, content) for number in there if number != last))
+    if last in there:
+      await self._send(last, content)
 
   async def ping(self) -> None:
     """Asks all for signs of life, on and on."""
+    pause = self._limit / PINGS_PER_LIMIT
     while True:
-      await self.send_all({"kind": "ping"})
-      await asyncio.sleep(self._limit / PINGS_PER_LIMIT)
+      with contextlib.suppress(TimeoutError):  # One that takes nothing keeps none from the others.
+        async with asyncio.timeout(pause):
+          await self.send_all({"kind": "ping"})
+      await asyncio.sleep(pause)
 
   async def _hear(self, number: int, member: Member) -> None:
     is_silent = False
@@ -198,22 +201,11 @@ def await_order() -> list[str]:
   Raises:
     OSError: the supervisor is gone.
   """
-  link = int(os.environ[SUPERVISOR])
-  with socket.socket(fileno=os.dup(link)) as connection:
-    length, files, _, _ = socket.recv_fds(connection, LENGTH_BYTES, _MOST_FILES)
-    parts, left = [], int.from_bytes(length, "little")
-    while left and (part := connection.recv(left)):
-      parts.append(part)
-      left -= len(part)
-  if not parts:
-    raise OSError("the supervisor has ended")
-  said = json.loads(b"".join(parts))
-  order = said["order"] | {
-    "link": link,
-    "slots": [files[place] for place in said["order"]["slots"]],
-  }
-  order["sources"] = [
-    {"slot": files[one["slot"]]} if "slot" in one else one for one in order["sources"]
-  ]
-  os.environ[SUPERVISOR] = json.dumps(order)
-  return [f"{key}={value}" for key, value in said["keys"].items()]
+  link, said = int(os.environ[SUPERVISOR]), b""
+  while not said.endswith(b"\n"):
+    said += (part := os.read(link, _PIECE_BYTES))
+    if not part:
+      raise OSError("the supervisor has ended")
+  message = json.loads(said)
+  os.environ[SUPERVISOR] = json.dumps(message["order"] | {"link": link})
+  return [f"{key}={value}" for key, value in message["keys"].items()]

@@ -53,7 +53,8 @@ class Supervisor:
     self.place = Place(max(keys.process_id, 0), max(keys.num_processes, 1))
     self._first = keys.coordinator_address
     self._has_finished = finish_since(RunFolder.of(config.run).events)
-    self._own, self._others = [Slot() for _ in range(SLOTS)], list[Slot]()
+    self._own, self._others = ([Slot() for _ in range(SLOTS)] for _ in range(2))
+    """This host's copies, and what its neighbour alone has: files that all its training processes inherit."""
     self._child: TrainingProcess | None = None
     self._waiting: TrainingProcess | None = None
     """The next one."""
@@ -227,11 +228,7 @@ class Supervisor:
     """Takes another host's part of a copy."""
     header, failure = Header.decoded(json.dumps(message["header"]).encode()), ""
     # Whoever sends a copy knows that the one before is whole, and the one before that not needed.
-    for older in sorted(self._others, key=lambda slot: slot.made)[: 1 - SLOTS]:
-      older.clear()
-    if all(slot.header() for slot in self._others):
-      self._others.append(Slot())
-    slot = next(slot for slot in self._others if slot.header() is None)
+    slot = min(self._others, key=lambda slot: slot.made)
     try:
       offset, left = slot.begin(header), header.data_bytes
       while left:
@@ -294,24 +291,22 @@ class Supervisor:
     order = message.get("order")
     if order is None:
       return
-    files = [slot.descriptor for slot in self._own]
-    order["slots"] = list(range(len(files)))
+    order["slots"] = [slot.descriptor for slot in self._own]
     for source in order["sources"]:
       if slot := self._slot_of(tuple(source["key"])):
-        source["slot"] = len(files)
-        files.append(slot.descriptor)
+        source["slot"] = slot.descriptor
     order["sources"].sort(key=lambda source: "slot" not in source)
     waiting, self._waiting = self._waiting, None
     if not waiting or not waiting.is_there:
       waiting = await self._begin()
     self._child = waiting
-    self._link = await waiting.order({"order": order, "keys": message["keys"]}, files)
+    self._link = await waiting.order({"order": order, "keys": message["keys"]})
     self._spawn(self._listen(self._link, message["next"], leader))
     self._spawn(self._await_end(self._child, message["generation"], leader))
 
   async def _begin(self) -> TrainingProcess:
     arguments = [one for one in self._command if one.partition("=")[0] not in _PLACED]
-    return await TrainingProcess.begin(arguments)
+    return await TrainingProcess.begin(arguments, [*self._own, *self._others])
 
   async def _await_end(self, child: TrainingProcess, generation: int, leader: Connection) -> None:
     code = await child.wait()

@@ -7,7 +7,6 @@ has imported all and waits for its order (`await_order` in hardware/messages.py)
 import asyncio
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import socket
@@ -16,7 +15,8 @@ from collections.abc import Sequence
 from typing import Self
 
 from maxbatch.command_line.signals import STOP, SUPERVISOR
-from maxbatch.hardware.messages import GONE, LENGTH_BYTES, LONGEST_LINE_BYTES, Connection, Message
+from maxbatch.hardware.copies import Slot
+from maxbatch.hardware.messages import GONE, LONGEST_LINE_BYTES, Connection, Message
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _LIBC = ctypes.CDLL(None)
@@ -30,34 +30,25 @@ class TrainingProcess:
     self._process, self._socket = process, socket_to_it
 
   @classmethod
-  async def begin(cls, command: Sequence[str]) -> Self:
-    """Starts it, by a command line without the interpreter."""
+  async def begin(cls, command: Sequence[str], slots: Sequence[Slot]) -> Self:
+    """Starts it, by a command line without the interpreter, with memory that it inherits."""
     ours, its = socket.socketpair()
     with its:
       process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
-        pass_fds=[its.fileno()],
+        pass_fds=[its.fileno(), *(slot.descriptor for slot in slots)],
         env=os.environ | {SUPERVISOR: str(its.fileno())},
         preexec_fn=_end_with_parent,
         start_new_session=True,  # Ctrl-C reaches it once, from its supervisor.
       )
     return cls(process, ours)
 
-  async def order(self, message: Message, descriptors: Sequence[int]) -> Connection:
-    """Has it train; returns the connection to it.
-
-    Args:
-      message: what it is told.
-      descriptors: of open files that go with the message, which has their places in this list.
-    """
-    content = json.dumps(message).encode()
-    with contextlib.suppress(OSError):
-      socket.send_fds(self._socket, [len(content).to_bytes(LENGTH_BYTES, "little")], descriptors)
-    streams = await asyncio.open_connection(sock=self._socket, limit=LONGEST_LINE_BYTES)
-    link = Connection(*streams)
+  async def order(self, message: Message) -> Connection:
+    """Has it train, as the message says; returns the connection to it."""
+    link = Connection(*await asyncio.open_connection(sock=self._socket, limit=LONGEST_LINE_BYTES))
     with contextlib.suppress(*GONE):  # Its exit code will say why it is gone.
-      await link.send_bytes(content)
+      await link.send(message)
     return link
 
   @property
