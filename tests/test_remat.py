@@ -39,8 +39,8 @@ KEPT = {
   ("remat_policy=save_dot_with_context_except_mlp",): QKV | {"out_proj", "context"},
   ("remat_policy=minimal",): QKV | GATED | {"out_proj"},
   ("remat_policy=minimal_with_context",): QKV | GATED | {"out_proj", "context"},
-  CUSTOM: {"context", "mlpwi_1", "decoder_layer_input"},
-  (*CUSTOM[:1], "attention_out=device"): {"attention_out", "decoder_layer_input"},
+  CUSTOM: {"context", "mlpwi_1"},
+  (*CUSTOM[:1], "attention_out=device"): {"attention_out"},
 }
 
 
