@@ -19,7 +19,7 @@ from maxbatch.config.schema import attention_width
 from maxbatch.data.rows import Routes
 from maxbatch.errors import UserError
 from maxbatch.estimate.step_work import step_work
-from maxbatch.models import grouped
+from maxbatch.models import forms, grouped
 from maxbatch.models.attention import AttentionContext
 from maxbatch.models.experts import BALANCE, FLIPS, TOKENS, Experts, Routed, route
 from maxbatch.models.grouped import block_size, num_slots, slots_of
@@ -96,8 +96,16 @@ def every_expert_at_every_token(settings, experts, x_BTD):
   return y_BTD if experts.shared is None else y_BTD + experts.shared(x_BTD)
 
 
+@pytest.mark.parametrize("is_for_tpu", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_see_their_experts_and_no_token_is_dropped(form):
+def test_tokens_see_their_experts_and_no_token_is_dropped(form, is_for_tpu, monkeypatch):
+  """As they are multiplied on CPUs, and as on TPUs."""
+  for module in (forms, grouped):
+    monkeypatch.setattr(module, "is_for_tpu", lambda: is_for_tpu)
+  assert_tokens_see_their_experts(form)
+
+
+def assert_tokens_see_their_experts(form):
   settings, graph, state = layer(**FORMS[form])
   x_BTD, d_BTD = jax.random.normal(jax.random.key(1), (2, B, T, D))
 
@@ -128,7 +136,7 @@ def test_on_gpus_tokens_beyond_an_expert_s_slots_are_multiplied_too(form):
   stats: Any = nnx.merge(graph, state)(x_BTD, AT).stats
   tokens_E = stats[TOKENS].total.sum(0)
   assert tokens_E.max() > grouped.even_slots(B * T * K, E) == B * T * K // E
-  test_tokens_see_their_experts_and_no_token_is_dropped(form)
+  assert_tokens_see_their_experts(form)
 
 
 @pytest.mark.usefixtures("on_gpus")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from maxbatch.core.topology import BATCH_AXES, WEIGHT_AXES
 from maxbatch.hardware.sharding import (
@@ -158,9 +159,22 @@ def ring_gathered(x: jax.Array) -> jax.Array:
   return _all_parts(x, 0, ("expert",))
 
 
-def ring_summed(x: jax.Array) -> jax.Array:
-  """Sums arrays (B, …) over the devices that divide experts, each of which keeps its own rows."""
+def ring_summed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """Sums arrays (B, …) over the devices that divide experts, each of which keeps its own rows; the
+  gradient, which the caller has in `dtype`, is gathered in it."""
+  return _ring_summed(x, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _ring_summed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+  del dtype
   return jax.lax.psum_scatter(x, "expert", scatter_dimension=0, tiled=True)
+
+
+_ring_summed.defvjp(
+  lambda x, dtype: (_ring_summed(x, dtype), None),
+  lambda dtype, _, gradient: (ring_gathered(gradient.astype(dtype)).astype(gradient.dtype),),
+)
 
 
 def to_own_tokens(x: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from maxbatch.data.rows import Routes
 from maxbatch.hardware.shard_maps import by_device, ring_gathered, ring_summed
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models.attention import AttentionContext
-from maxbatch.models.forms import barrier_gradients, gelu
+from maxbatch.models.forms import as_multiplied, barrier_gradients, gelu
 from maxbatch.models.grouped import (
   Slots,
   beyond,
@@ -34,16 +34,16 @@ from maxbatch.models.grouped import (
   grouped_bias,
   grouped_product,
   slots_of,
+  weights_in_slots,
 )
 from maxbatch.models.layers import (
   FeedForward,
+  Matrix,
   Outputs,
   Parameter,
   buffer,
   constant,
   gated_product,
-  parameter,
-  uniform,
 )
 from maxbatch.models.remat import named
 from maxbatch.precision.policy import PLAIN, Policy
@@ -77,43 +77,6 @@ class Routed(NamedTuple):
   """float32[…]: by how much the last one chosen, or the last group, is ahead of the next."""
   is_flipped: jax.Array | None = None
   """bool[…]: whether the router chooses other experts than the routes that are known; None: none are."""
-
-
-class Matrix(nnx.Module):
-  """A matrix (…, inputs, outputs) for each expert, or one for all."""
-
-  lora_a: Parameter | None = None
-  lora_b: Parameter | None = None
-  lora_scale = 0.0
-  bias: Parameter | None = None
-
-  def __init__(
-    self,
-    rngs: nnx.Rngs,
-    std: float,
-    shape: tuple[int, ...],
-    axes: LogicalAxes,
-    *,
-    bias: bool = False,
-  ):
-    self.kernel = parameter(rngs, std, shape, axes)
-    if bias:
-      self.bias = constant(0.0, (*shape[:-2], shape[-1]), (*axes[:-2], axes[-1]))
-
-  @property
-  def largest_rank(self) -> int:
-    """The rank that a matrix can have."""
-    return min(self.kernel.shape[-2:])
-
-  def add_adapter(self, rngs: nnx.Rngs, rank: int, scale: float) -> None:
-    """Adds LoRA's matrices beside each, as `Projection.add_adapter` does."""
-    *lead, inputs, outputs = self.kernel.shape
-    *names, of_inputs, of_outputs = self.kernel.axes
-    drawn = uniform(rngs, 1 / math.sqrt(inputs), (*lead, inputs, rank))
-    self.lora_a = Parameter(drawn, axes=(*names, of_inputs, None))
-    zeros = jnp.zeros((*lead, rank, outputs), jnp.float32)
-    self.lora_b = Parameter(zeros, axes=(*names, None, of_outputs))
-    self.lora_scale = scale
 
 
 class Router(Matrix):
@@ -179,12 +142,13 @@ class Experts(nnx.Module):
     for matrix_name, matrix in {"router": self.router, **matrices}.items():
       if matrix is None:
         continue
-      cast = _in_float32 if matrix_name == "router" else self.policy.cast
+      cast = jnp.float32 if matrix_name == "router" else self.policy.cast
       for name, each in vars(matrix).items():
         if isinstance(each, Parameter) and name != "load":
           value = each[...] * matrix.lora_scale if name == "lora_a" else each[...]
-          given[_given_name(matrix_name, name)] = (cast(value), each.axes)
-    return given
+          key = matrix_name if name == "kernel" else f"{matrix_name}_{name}"
+          given[key] = (cast(value), each.axes)
+    return as_multiplied(given)
 
   def _of_rows(
     self,
@@ -201,13 +165,11 @@ class Experts(nnx.Module):
     routes = None if known_BTK is None else Routes(known_BTK, replays)
     routed = route(self.config, x_BTD, parameters["router"], parameters, routes)
     tokens = x_BTD.reshape(B * T, D), *(x.reshape(B * T, -1) for x in routed[:2])
-    is_ring = parameters["up"].shape[0] < self.config.num_experts
-    if is_ring:
-      # Each device has some experts, for the tokens of all that share them.
-      x_TD, chosen_TK, weight_TK = map(ring_gathered, tokens)
-      y_TD = ring_summed(self.of_tokens(parameters, x_TD, chosen_TK, weight_TK))
-    else:
+    if len(parameters["number"]) == self.config.num_experts:
       y_TD = self.of_tokens(parameters, *tokens)
+    else:
+      # Each device has some experts, for the tokens of all that share them.
+      y_TD = ring_summed(self.of_tokens(parameters, *map(ring_gathered, tokens)), self.policy.dtype)
     y_BTD = self.policy.cast(y_TD.reshape(B, T, D))
     return y_BTD, self._row_sums(routed, counts_BT), routed.chosen.astype(jnp.int16)
 
@@ -222,43 +184,55 @@ class Experts(nnx.Module):
     slots = slots_of(chosen_TK, self.config.num_experts, parameters["number"][:, 0])
     matrices = {name: x for name, x in parameters.items() if name.split("_")[0] in _FEEDS}
     if slots.order_N is None:
-      return combined(self._fed(matrices, dispatched(x_TD, slots), slots), weight_TK, slots)
-    matrices, rest_TD = beyond(self._fed, matrices, x_TD, weight_TK, slots)
-    y_SD = self._fed(matrices, dispatched(x_TD, slots), slots)
-    return combined(y_SD, weight_TK, slots) + rest_TD
+      rest_TD: jax.Array | float = 0.0
+    else:
+      matrices, rest_TD = beyond(self._fed, matrices, x_TD, weight_TK, slots)
+    weight_S = weights_in_slots(weight_TK, slots)
+    return combined(self._fed(matrices, dispatched(x_TD, slots), weight_S, slots), slots) + rest_TD
 
-  def _fed(self, parameters: Mapping[str, jax.Array], x_SD: jax.Array, slots: Slots) -> jax.Array:
-    up_SF = named(self._product("up", parameters, x_SD, slots), "mlpwi_1")
-    if "gate" in parameters:
-      gate_SF = named(self._product("gate", parameters, x_SD, slots), "mlpwi_0")
+  def _fed(
+    self, parameters: Mapping[str, jax.Array], x_SD: jax.Array, weight_S: jax.Array, slots: Slots
+  ) -> jax.Array:
+    """Returns what experts make of slots, weighted before the last product: no gradient needs its result."""
+    both_SF = _first_products(x_SD, parameters, slots)
+    up_SF = named(self._added("up", both_SF["up"], parameters, x_SD, slots), "mlpwi_1")
+    if "gate" in both_SF:
+      gate_SF = named(self._added("gate", both_SF["gate"], parameters, x_SD, slots), "mlpwi_0")
       up_SF, gate_SF = barrier_gradients((up_SF, gate_SF))
       h_SF = gated_product(self.config, gate_SF, up_SF)
     else:
       h_SF = gelu(up_SF)
-    return named(self._product("down", parameters, self.policy.cast(h_SF), slots), "mlpwo")
+    h_SF = self.policy.cast(h_SF * weight_S[:, None])
+    y_SD = grouped_product(h_SF, parameters["down"], slots, is_last=True)
+    return named(self._added("down", y_SD, parameters, h_SF, slots, weight_S), "mlpwo")
 
-  def _product(
-    self, name: str, parameters: Mapping[str, jax.Array], x_SD: jax.Array, slots: Slots
+  def _added(
+    self,
+    name: str,
+    y_SF: jax.Array,
+    parameters: Mapping[str, jax.Array],
+    x_SD: jax.Array,
+    slots: Slots,
+    weight_S: jax.Array | None = None,
   ) -> jax.Array:
-    """Multiplies slots by the matrices of that name, and adds what adapters and biases give."""
-    y_SF = grouped_product(x_SD, parameters[name], slots)
+    """Adds what adapters and biases give to a product with the matrices of that name; weights are in the
+    slots already."""
     if f"{name}_lora_a" in parameters:
       low_SR = grouped_product(x_SD, parameters[f"{name}_lora_a"], slots)
-      low_SF = grouped_product(low_SR, parameters[f"{name}_lora_b"], slots)
-      y_SF = y_SF + low_SF
+      y_SF = y_SF + grouped_product(low_SR, parameters[f"{name}_lora_b"], slots)
     if f"{name}_bias" in parameters:
       bias_EF = parameters[f"{name}_bias"]
       if name == "down":
         # Devices that share the width each add a share of it, as of the product.
-        bias_EF = bias_EF * (parameters["down"].shape[1] / expert_width(self.config))
-      y_SF = y_SF + grouped_bias(bias_EF, slots)
+        bias_EF = bias_EF * (x_SD.shape[1] / expert_width(self.config))
+      bias_SF = grouped_bias(bias_EF, slots)
+      y_SF = y_SF + (bias_SF if weight_S is None else self.policy.cast(bias_SF * weight_S[:, None]))
     return y_SF
 
   def _row_sums(self, routed: Routed, counts_BT: jax.Array) -> dict[str, jax.Array]:
     E = self.config.num_experts
     sent_BTKE = jax.nn.one_hot(routed.chosen, E, dtype=jnp.int32) * counts_BT[..., None, None]
-    weight_BT = counts_BT.astype(jnp.float32)
-    share_BTE = routed.share
+    weight_BT, share_BTE = counts_BT.astype(jnp.float32), routed.share
     log_BTE = jnp.log(jnp.where(share_BTE > 0, share_BTE, 1))
     near = _NEAR * 2.0**-self.policy.compute.mantissa_bits
     flips = routed.is_flipped
@@ -308,12 +282,15 @@ class Experts(nnx.Module):
     return self._even * safe_ratio((sent_BE * of_rows["share"]).sum(1), tokens_B**2).sum()
 
 
-def _in_float32(x: jax.Array) -> jax.Array:
-  return x.astype(jnp.float32)
-
-
-def _given_name(matrix: str, parameter: str) -> str:
-  return matrix if parameter == "kernel" else f"{matrix}_{parameter}"
+def _first_products(
+  x_SD: jax.Array, parameters: Mapping[str, jax.Array], slots: Slots
+) -> dict[str, jax.Array]:
+  """Returns slots multiplied by the matrices up, and gate where experts have it: (S, F) each."""
+  if "gate_up" in parameters:
+    both_SG = grouped_product(x_SD, parameters["gate_up"], slots)
+    return dict(zip(("gate", "up"), jnp.split(both_SG, 2, -1), strict=True))
+  names = [name for name in ("gate", "up") if name in parameters]
+  return {name: grouped_product(x_SD, parameters[name], slots) for name in names}
 
 
 def _logits(x: jax.Array, kernel_DE: jax.Array, others: Mapping[str, jax.Array]) -> jax.Array:

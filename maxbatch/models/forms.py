@@ -2,19 +2,22 @@
 
 All forms compute the same; the devices of the mesh around, here or not, decide which one is traced.
 
-B rows, T tokens, N heads, H width of a head, V vocabulary.
+B rows, T tokens, N heads, H width of a head, V vocabulary; of a mixture E experts, D and F widths of their
+matrices, S slots, M of a block (models/grouped.py).
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
-from maxbatch.hardware.sharding import auto_axis_sizes, local_shape
+from maxbatch.hardware.sharding import LogicalAxes, auto_axis_sizes, local_shape
 
 _GELU = math.sqrt(2 / math.pi), 0.044715
 _TOKENS = ("batch", "length", "vocab")
@@ -224,3 +227,115 @@ def chosen(logits_BTV: jax.Array, targets_BT: jax.Array, hit_BTV: jax.Array) -> 
 
 def _is_whole(logits_BTV: jax.Array) -> bool:
   return local_shape(_TOKENS, logits_BTV.shape)[2] == logits_BTV.shape[2]
+
+
+Stored = tuple[jax.Array, LogicalAxes]
+
+
+def as_multiplied(parameters: dict[str, Stored]) -> dict[str, Stored]:
+  """Returns a layer's parameters in the forms in which devices gather and multiply them.
+
+  On TPU gate and up are one, (E, D, 2F): a token's gradient then comes out of one product, while a sum of
+  two takes as long as a product. And down is turned, (E, D, F): where the last dim is divided, the
+  compiler moves the whole array after it is gathered, and its gradient.
+  """
+  if not is_for_tpu():
+    return parameters
+  given = dict(parameters)
+  down_EFD, (expert, width, embed) = given["down"]
+  given["down"] = jnp.swapaxes(down_EFD, 1, 2), (expert, embed, width)
+  # Joined along a dim that devices divide, halves would have to change places.
+  if "gate" in given and auto_axis_sizes()["tensor"] == 1:
+    both, axes = (given.pop("gate")[0], given["up"][0]), given.pop("up")[1]
+    given["gate_up"] = jnp.concatenate(both, -1), axes
+  return given
+
+
+@jax.custom_vjp
+def turned_product(h_SF: jax.Array, matrix_EDF: jax.Array, tokens_E: jax.Array) -> jax.Array:
+  """Returns tokens (S, F) in the order of their experts, multiplied by turned matrices: (S, D)."""
+  dims = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+  return lax.ragged_dot_general(h_SF, matrix_EDF, tokens_E, dims)
+
+
+def _turned_backward(kept: tuple[jax.Array, jax.Array, jax.Array], d_SD: jax.Array):
+  h_SF, matrix_EDF, tokens_E = kept
+  dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+  # jax's own gives (E, F, D), which would have to be turned.
+  d_EDF = lax.ragged_dot_general(d_SD, h_SF, tokens_E, dims)
+  return lax.ragged_dot(d_SD, matrix_EDF, tokens_E), d_EDF, None
+
+
+turned_product.defvjp(lambda *given: (turned_product(*given), given), _turned_backward)
+
+
+@jax.custom_vjp
+def by_blocks(
+  x_SD: jax.Array,
+  matrix_EDF: jax.Array,
+  expert_of_block: jax.Array,
+  num_blocks: jax.Array | None,
+) -> jax.Array:
+  """Multiplies blocks (S/M, M) of x, each by the matrix of its expert, which is read where it lies.
+
+  `num_blocks` of them have assignments, the first; None: nearly all.
+  """
+
+  def multiply(x_MD: jax.Array, expert: jax.Array) -> jax.Array:
+    return x_MD @ lax.dynamic_index_in_dim(matrix_EDF, expert, keepdims=False)
+
+  def block(index: jax.Array, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    zeros = jnp.zeros((given[0].shape[0], matrix_EDF.shape[-1]), x_SD.dtype)
+    return index + 1, _if_used(index, num_blocks, multiply, lambda *_: zeros, *given)
+
+  blocks = _in_blocks(x_SD, expert_of_block), expert_of_block
+  return lax.scan(block, jnp.int32(0), blocks)[1].reshape(x_SD.shape[0], -1)
+
+
+def _if_used(
+  index: jax.Array,
+  num_blocks: jax.Array | None,
+  compute: Callable[..., Any],
+  skip: Callable[..., Any],
+  *given: Any,
+) -> Any:
+  """Returns `compute(*given)` for a block that has assignments, and `skip(*given)` for others."""
+  return (
+    compute(*given) if num_blocks is None else lax.cond(index < num_blocks, compute, skip, *given)
+  )
+
+
+def _by_blocks_backward(kept, d_SF):
+  x_SD, matrix_EDF, expert_of_block, num_blocks = kept
+
+  def add(
+    sums_EDF: jax.Array, x_MD: jax.Array, d_MF: jax.Array, expert: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    at = functools.partial(lax.dynamic_index_in_dim, index=expert, keepdims=False)
+    added = jnp.matmul(x_MD.T, d_MF, preferred_element_type=jnp.float32)
+    # In place: to add to all of the sums in every block would cost E times as much.
+    sums_EDF = lax.dynamic_update_index_in_dim(sums_EDF, at(sums_EDF) + added, expert, 0)
+    return sums_EDF, d_MF @ at(matrix_EDF).T
+
+  def block(
+    carry: tuple[jax.Array, jax.Array], given: tuple[jax.Array, ...]
+  ) -> tuple[Any, jax.Array]:
+    index, sums_EDF = carry
+
+    def skip(sums_EDF: jax.Array, x_MD: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
+      return sums_EDF, jnp.zeros_like(x_MD)
+
+    sums_EDF, d_MD = _if_used(index, num_blocks, add, skip, sums_EDF, *given)
+    return (index + 1, sums_EDF), d_MD
+
+  zeros_EDF = jnp.zeros(matrix_EDF.shape, jnp.float32)
+  blocks = (_in_blocks(x_SD, expert_of_block), _in_blocks(d_SF, expert_of_block), expert_of_block)
+  (_, sums_EDF), d_x = lax.scan(block, (jnp.int32(0), zeros_EDF), blocks)
+  return d_x.reshape(x_SD.shape), sums_EDF.astype(matrix_EDF.dtype), None, None
+
+
+def _in_blocks(x_SD: jax.Array, expert_of_block: jax.Array) -> jax.Array:
+  return x_SD.reshape(len(expert_of_block), -1, x_SD.shape[-1])
+
+
+by_blocks.defvjp(lambda *arguments: (by_blocks(*arguments), arguments), _by_blocks_backward)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxbatch.models.forms import is_for_gpu, is_for_tpu
+from maxbatch.models.forms import by_blocks, is_for_gpu, is_for_tpu, turned_product
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 256, 8
 BEYOND_BLOCK = 512
@@ -39,8 +39,8 @@ class Slots(NamedTuple):
   """int32: the slot of each assignment; S: none."""
   assignment_S: jax.Array
   """int32: the assignment t·K + k in each slot, any where the slot is empty."""
-  is_used_S: jax.Array
-  """bool: whether a slot holds an assignment."""
+  is_used_S: jax.Array | None
+  """bool: whether a slot holds an assignment; None: all do."""
   expert_of_block: jax.Array
   """int32[S/M]: the expert of each block."""
   tokens_E: jax.Array
@@ -87,10 +87,14 @@ def slots_of(chosen_TK: jax.Array, num_experts: int, held_E: jax.Array | None = 
   if held_E is not None and held < num_experts:
     expert_N = expert_N - held_E[0]
     expert_N = jnp.where((expert_N >= 0) & (expert_N < held), expert_N, held)
-  order_N = jnp.argsort(expert_N, stable=True)
-  sorted_N = expert_N[order_N]
+  sorted_N, order_N = lax.sort((expert_N, jnp.arange(N)), num_keys=1)
   ends_E = _number_up_to(sorted_N, jnp.arange(held))
   tokens_E = jnp.diff(ends_E, prepend=0)
+  if M == 1:
+    is_used_N = None if held == num_experts else sorted_N < held
+    slot_N = jnp.arange(N) if is_used_N is None else jnp.where(is_used_N, jnp.arange(N), N)
+    slot_TK = _by_assignment(slot_N, order_N, K)
+    return Slots(slot_TK, order_N, is_used_N, jnp.minimum(sorted_N, held - 1), tokens_E, None)
   starts_E = ends_E - tokens_E
   block_ends_E = jnp.arange(1, held + 1) if C else jnp.cumsum(-(-tokens_E // M))
   first_slots_E = jnp.concatenate([jnp.zeros(1, jnp.int32), M * block_ends_E[:-1]])
@@ -107,7 +111,7 @@ def slots_of(chosen_TK: jax.Array, num_experts: int, held_E: jax.Array | None = 
   expert_S = jnp.repeat(expert_of_block, M)
   sources_S = jnp.minimum(starts_E[expert_S] + within_S, N - 1)
   return Slots(
-    slot_N[jnp.argsort(order_N)].reshape(-1, K),
+    _by_assignment(slot_N, order_N, K),
     order_N[sources_S],
     within_S < tokens_E[expert_S],
     expert_of_block,
@@ -117,9 +121,23 @@ def slots_of(chosen_TK: jax.Array, num_experts: int, held_E: jax.Array | None = 
   )
 
 
-def _at_slots(x_SD: jax.Array, slot_TK: jax.Array) -> jax.Array:
-  """Returns what assignments have in their slots (T, K, D), zeros for those without one."""
-  return x_SD.at[slot_TK].get(mode="fill", fill_value=0)
+def _by_assignment(x_N: jax.Array, order_N: jax.Array, K: int) -> jax.Array:
+  return lax.sort((order_N, x_N), num_keys=1)[1].reshape(-1, K)
+
+
+def _at_slots(x_S: jax.Array, slots: Slots) -> jax.Array:
+  """Returns what assignments have in their slots (T, K, …), zeros for those without one."""
+  if slots.is_used_S is None:
+    return x_S.at[slots.slot_TK].get(mode="promise_in_bounds")
+  return x_S.at[slots.slot_TK].get(mode="fill", fill_value=0)
+
+
+def _in_slots(x_N: jax.Array, slots: Slots, per: int = 1) -> jax.Array:
+  """Returns what belongs to the assignments in slots, or to each `per` of them: zeros in empty ones."""
+  x_S = x_N.at[slots.assignment_S // per].get(mode="promise_in_bounds")
+  if slots.is_used_S is None:
+    return x_S
+  return jnp.where(slots.is_used_S.reshape(-1, *[1] * (x_S.ndim - 1)), x_S, 0)
 
 
 def _number_up_to(sorted_N: jax.Array, values: jax.Array) -> jax.Array:
@@ -130,47 +148,55 @@ def _number_up_to(sorted_N: jax.Array, values: jax.Array) -> jax.Array:
 @jax.custom_vjp
 def dispatched(x_TD: jax.Array, slots: Slots) -> jax.Array:
   """Returns the tokens in their slots (S, D), zeros in empty ones."""
-  token_S = slots.assignment_S // slots.slot_TK.shape[1]
-  return jnp.where(slots.is_used_S[:, None], x_TD[token_S], 0)
+  return _in_slots(x_TD, slots, slots.slot_TK.shape[1])
 
 
-def _dispatched_backward(slots: Slots, d_SD: jax.Array):
-  return _at_slots(d_SD, slots.slot_TK).astype(jnp.float32).sum(1).astype(d_SD.dtype), None
-
-
-dispatched.defvjp(lambda x_TD, slots: (dispatched(x_TD, slots), slots), _dispatched_backward)
+dispatched.defvjp(
+  lambda x_TD, slots: (dispatched(x_TD, slots), slots),
+  lambda slots, d_SD: (combined(d_SD, slots).astype(d_SD.dtype), None),
+)
 
 
 @jax.custom_vjp
-def combined(y_SD: jax.Array, weight_TK: jax.Array, slots: Slots) -> jax.Array:
-  """Returns each token's sum of what its experts gave, weighted: float32 (T, D)."""
-  return (weight_TK[..., None] * _at_slots(y_SD, slots.slot_TK)).sum(1)
+def combined(y_SD: jax.Array, slots: Slots) -> jax.Array:
+  """Returns each token's sum of what its experts gave: float32 (T, D)."""
+  return _at_slots(y_SD, slots).astype(jnp.float32).sum(1)
 
 
-def _combined_forward(y_SD, weight_TK, slots):
-  return combined(y_SD, weight_TK, slots), (y_SD, weight_TK, slots)
+combined.defvjp(
+  lambda y_SD, slots: (combined(y_SD, slots), (slots, jnp.zeros((), y_SD.dtype))),
+  # Rounded first: half of the bytes are gathered.
+  lambda kept, d_TD: (dispatched(d_TD.astype(kept[1].dtype), kept[0]), None),
+)
 
 
-def _combined_backward(kept, d_TD):
-  y_SD, weight_TK, slots = kept
-  weight_S = jnp.where(slots.is_used_S, weight_TK.reshape(-1)[slots.assignment_S], 0)
-  token_S = slots.assignment_S // slots.slot_TK.shape[1]
-  d_SD = (weight_S[:, None] * d_TD[token_S]).astype(y_SD.dtype)
-  d_weight_TK = (d_TD[:, None] * _at_slots(y_SD, slots.slot_TK).astype(jnp.float32)).sum(-1)
-  return d_SD, d_weight_TK, None
+@jax.custom_vjp
+def weights_in_slots(weight_TK: jax.Array, slots: Slots) -> jax.Array:
+  """Returns the weights of the assignments in slots (S,), zeros in empty ones."""
+  return _in_slots(weight_TK.reshape(-1), slots)
 
 
-combined.defvjp(_combined_forward, _combined_backward)
+weights_in_slots.defvjp(
+  lambda weight_TK, slots: (weights_in_slots(weight_TK, slots), slots),
+  lambda slots, d_S: (_at_slots(d_S, slots), None),
+)
 
 
-def grouped_product(x_SD: jax.Array, matrix_EDF: jax.Array, slots: Slots) -> jax.Array:
-  """Returns each slot multiplied by the matrix of its expert: (S, D), (E, D, F) → (S, F)."""
+def grouped_product(
+  x_SD: jax.Array, matrix_EDF: jax.Array, slots: Slots, *, is_last: bool = False
+) -> jax.Array:
+  """Returns each slot multiplied by the matrix of its expert: (S, D), (E, D, F) → (S, F).
+
+  The matrices down, the last of a layer, are as `as_multiplied` gives them.
+  """
   if is_for_tpu():
+    if is_last:
+      return turned_product(x_SD, matrix_EDF, slots.tokens_E)
     return lax.ragged_dot(x_SD, matrix_EDF, slots.tokens_E)
   if slots.order_N is not None:
     x_ECD = x_SD.reshape(matrix_EDF.shape[0], -1, x_SD.shape[-1])
     return jnp.matmul(x_ECD, matrix_EDF).reshape(x_SD.shape[0], -1)
-  return _by_blocks(x_SD, matrix_EDF, slots.expert_of_block, slots.blocks)
+  return by_blocks(x_SD, matrix_EDF, slots.expert_of_block, slots.blocks)
 
 
 def grouped_bias(bias_EF: jax.Array, slots: Slots) -> jax.Array:
@@ -182,79 +208,10 @@ def grouped_bias(bias_EF: jax.Array, slots: Slots) -> jax.Array:
   return jnp.repeat(bias_EF[slots.expert_of_block], len(slots.assignment_S) // blocks, axis=0)
 
 
-@jax.custom_vjp
-def _by_blocks(
-  x_SD: jax.Array,
-  matrix_EDF: jax.Array,
-  expert_of_block: jax.Array,
-  num_blocks: jax.Array | None,
-) -> jax.Array:
-  """Multiplies block by block, each by a matrix that is read where it lies."""
-
-  def multiply(x_MD: jax.Array, expert: jax.Array) -> jax.Array:
-    return x_MD @ lax.dynamic_index_in_dim(matrix_EDF, expert, keepdims=False)
-
-  def block(index: jax.Array, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    zeros = jnp.zeros((given[0].shape[0], matrix_EDF.shape[-1]), x_SD.dtype)
-    return index + 1, _if_used(index, num_blocks, multiply, lambda *_: zeros, *given)
-
-  blocks = _in_blocks(x_SD, expert_of_block), expert_of_block
-  return lax.scan(block, jnp.int32(0), blocks)[1].reshape(x_SD.shape[0], -1)
-
-
-def _if_used(
-  index: jax.Array,
-  num_blocks: jax.Array | None,
-  compute: Callable[..., Any],
-  skip: Callable[..., Any],
-  *given: Any,
-) -> Any:
-  """Returns `compute(*given)` for a block that has assignments, and `skip(*given)` for others."""
-  return (
-    compute(*given) if num_blocks is None else lax.cond(index < num_blocks, compute, skip, *given)
-  )
-
-
-def _by_blocks_backward(kept, d_SF):
-  x_SD, matrix_EDF, expert_of_block, num_blocks = kept
-
-  def add(
-    sums_EDF: jax.Array, x_MD: jax.Array, d_MF: jax.Array, expert: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    at = functools.partial(lax.dynamic_index_in_dim, index=expert, keepdims=False)
-    added = jnp.matmul(x_MD.T, d_MF, preferred_element_type=jnp.float32)
-    # In place: to add to all of the sums in every block would cost E times as much.
-    sums_EDF = lax.dynamic_update_index_in_dim(sums_EDF, at(sums_EDF) + added, expert, 0)
-    return sums_EDF, d_MF @ at(matrix_EDF).T
-
-  def block(
-    carry: tuple[jax.Array, jax.Array], given: tuple[jax.Array, ...]
-  ) -> tuple[Any, jax.Array]:
-    index, sums_EDF = carry
-
-    def skip(sums_EDF: jax.Array, x_MD: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
-      return sums_EDF, jnp.zeros_like(x_MD)
-
-    sums_EDF, d_MD = _if_used(index, num_blocks, add, skip, sums_EDF, *given)
-    return (index + 1, sums_EDF), d_MD
-
-  zeros_EDF = jnp.zeros(matrix_EDF.shape, jnp.float32)
-  blocks = (_in_blocks(x_SD, expert_of_block), _in_blocks(d_SF, expert_of_block), expert_of_block)
-  (_, sums_EDF), d_x = lax.scan(block, (jnp.int32(0), zeros_EDF), blocks)
-  return d_x.reshape(x_SD.shape), sums_EDF.astype(matrix_EDF.dtype), None, None
-
-
-def _in_blocks(x_SD: jax.Array, expert_of_block: jax.Array) -> jax.Array:
-  return x_SD.reshape(len(expert_of_block), -1, x_SD.shape[-1])
-
-
-_by_blocks.defvjp(lambda *arguments: (_by_blocks(*arguments), arguments), _by_blocks_backward)
-
-
 Matrices = dict[str, jax.Array]
 Dims = dict[str, int]
-Fed = Callable[[Matrices, jax.Array, Slots], jax.Array]
-"""From the matrices of experts, (E, …) each, and tokens in slots to (S, D)."""
+Fed = Callable[[Matrices, jax.Array, jax.Array, Slots], jax.Array]
+"""From the matrices of experts, (E, …) each, and tokens and weights in slots to (S, D)."""
 _GATHERED = {"gate": 1, "up": 1, "down": 2}
 """The dim that fsdp divides. Gathered matrices have it as their first dim in memory."""
 
@@ -356,7 +313,7 @@ def _weighted(fed: Fed, own: Matrices, x_MD: jax.Array, weight_M: jax.Array) -> 
   """Returns what one expert makes of a block, all of which is its."""
   at_M, one = jnp.arange(len(x_MD)), jnp.zeros(1, jnp.int32)
   slots = Slots(at_M[:, None], at_M, at_M >= 0, one, one + len(x_MD), None, at_M)
-  return weight_M[:, None] * fed(own, x_MD, slots).astype(jnp.float32)
+  return fed(own, x_MD, weight_M, slots).astype(jnp.float32)
 
 
 def _beyond_backward(fed: Fed, dims: tuple[tuple[str, int], ...], kept, gradients):

@@ -176,6 +176,43 @@ class Projection(nnx.Module):
     return product(x, kernel, num_inputs, probe, parameter.axes)
 
 
+class Matrix(nnx.Module):
+  """A matrix (…, inputs, outputs) for each expert, or one for all."""
+
+  lora_a: Parameter | None = None
+  lora_b: Parameter | None = None
+  lora_scale = 0.0
+  bias: Parameter | None = None
+
+  def __init__(
+    self,
+    rngs: nnx.Rngs,
+    std: float,
+    shape: tuple[int, ...],
+    axes: LogicalAxes,
+    *,
+    bias: bool = False,
+  ):
+    self.kernel = parameter(rngs, std, shape, axes)
+    if bias:
+      self.bias = constant(0.0, (*shape[:-2], shape[-1]), (*axes[:-2], axes[-1]))
+
+  @property
+  def largest_rank(self) -> int:
+    """The rank that a matrix can have."""
+    return min(self.kernel.shape[-2:])
+
+  def add_adapter(self, rngs: nnx.Rngs, rank: int, scale: float) -> None:
+    """Adds LoRA's matrices beside each, as `Projection.add_adapter` does."""
+    *lead, inputs, outputs = self.kernel.shape
+    *names, of_inputs, of_outputs = self.kernel.axes
+    drawn = uniform(rngs, 1 / math.sqrt(inputs), (*lead, inputs, rank))
+    self.lora_a = Parameter(drawn, axes=(*names, of_inputs, None))
+    zeros = jnp.zeros((*lead, rank, outputs), jnp.float32)
+    self.lora_b = Parameter(zeros, axes=(*names, None, of_outputs))
+    self.lora_scale = scale
+
+
 class Norm(nnx.Module):
   """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) of the last dims, in float32."""
 
