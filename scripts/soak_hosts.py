@@ -265,9 +265,13 @@ def compare(run: Run, undisturbed: Run, *, exact: bool) -> list[str]:
 
 
 def last_copy(run: Run) -> int:
-  """Returns the step of the copy before the last, which all hosts must have; 0: there is none."""
-  steps = [event["step"] for event in run.events("copied")]
-  return max(0, steps[-1] - COPY_PERIOD) if steps else 0
+  """Returns the step of the copy before the last, which all hosts must have; 0: there is none.
+
+  Of the latest start: before its first copies what it came from may be where it was before, on one host alone.
+  """
+  started = max((event["time"] for event in run.events("restart")), default=0.0)
+  steps = [event["step"] for event in run.events("copied") if event["time"] > started]
+  return steps[-2] if len(steps) > 1 else 0
 
 
 def goodputs(run: Run) -> str:
