@@ -108,7 +108,7 @@ def _collect_named(jaxpr: core.Jaxpr, ways: int, arrays: dict[str, set[Any]]) ->
   for equation in jaxpr.eqns:
     name, parameters = equation.primitive.name, equation.params
     if name == "name":
-      aval = equation.outvars[0].aval
+      aval: Any = equation.outvars[0].aval
       size = ways * math.prod(aval.shape) * aval.dtype.itemsize
       arrays[parameters["name"]].add(((aval.shape, aval.dtype.name), size))
     more = _times(name, parameters) if name == "shard_map" else 1

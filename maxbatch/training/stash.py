@@ -287,7 +287,7 @@ class Stash:
 
 def make_stash(name: str, parts: ModelParts, rest: FlatParams, stage_input: StageInput) -> Stash:
   """Returns the stash of `pipeline_saved_activations=name` for layers of an input of these shapes."""
-  one = {
+  one: Any = {
     path: jax.ShapeDtypeStruct((1, *leaf.shape[2:]), leaf.dtype)
     for path, leaf in stage_input.layers.items()
   }
