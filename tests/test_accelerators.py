@@ -53,6 +53,7 @@ def test_a_program_without_gpus_is_no_gpu(tmp_path, monkeypatch, program):
 def test_a_plugin_that_did_not_start_is_another_advice(gpus, monkeypatch):
   found = find_accelerators()
   assert found is not None
+  monkeypatch.setattr(accelerators.Accelerators, "installed", lambda self: False)
   assert "-m pip install 'maxbatch[gpu]'" in accelerators.advice(found)
   monkeypatch.setattr(accelerators.Accelerators, "installed", lambda self: True)
   assert "jax has a plugin for it and did not start it" in accelerators.advice(found)

@@ -124,7 +124,9 @@ class RowPlacement:
         self.sharding, self.row_dim, self.plan.rounds, self.plan.copies, len(ids), fields
       )
       return lambda: Rows(**program(sent), sample_ids=placed)
-    arrays = {name: self._joined({p: rows[name] for p, rows in read.items()}) for name in names}
+    arrays: dict[str, Any] = {
+      name: self._joined({p: rows[name] for p, rows in read.items()}) for name in names
+    }
     return lambda: Rows(**arrays, sample_ids=placed)
 
   def _check(self, read: Mapping[int, Arrays], ids: np.ndarray) -> None:
