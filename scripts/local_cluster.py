@@ -1,6 +1,8 @@
 """What scripts/local_cluster.sh runs: `local_cluster.py N COMMAND LINE`, with signals and one exit code."""
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -40,9 +42,11 @@ def _ending_with_parent() -> list[str]:
 
 
 def _free_port() -> int:
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    return free.getsockname()[1]
+  """Returns a port that nobody listens at, below those that the kernel gives to outgoing connections."""
+  while True:
+    port = random.SystemRandom().randrange(20_000, 32_000)
+    with contextlib.suppress(OSError), socket.create_server(("", port)):
+      return port
 
 
 def _send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:

@@ -1,10 +1,14 @@
 """Runs of several real processes on this machine, which tests start, wait for and read."""
 
 import dataclasses
+import fcntl
+import os
 import pathlib
+import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +19,10 @@ from maxbatch.run_folder.metrics import read_metrics
 
 _TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 TRAIN = [sys.executable, "-m", "maxbatch.train"]
+PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives to outgoing connections."""
+_held: list[int] = []
+"""Descriptors of the files of this process's ports, locked until it ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +34,24 @@ class Ended:
   errors: str
 
 
-def free_port() -> int:
-  """A port of this machine that nobody listens at."""
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    return free.getsockname()[1]
+def free_port(count: int = 1) -> int:
+  """Returns the first of so many neighbouring ports that nobody listens at, and no other test gets."""
+  folder = pathlib.Path(tempfile.gettempdir(), f"maxbatch-ports-{os.getuid()}")
+  folder.mkdir(exist_ok=True)
+  while True:
+    first = PORTS.start + secrets.randbelow(len(PORTS) - count + 1)
+    files = []
+    try:
+      for port in range(first, first + count):
+        files.append(os.open(folder / str(port), os.O_CREAT | os.O_RDWR))
+        fcntl.flock(files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        socket.create_server(("", port)).close()
+    except OSError:
+      for file in files:
+        os.close(file)
+    else:
+      _held.extend(files)
+      return first
 
 
 def place(number: int, count: int, port: int) -> list[str]:

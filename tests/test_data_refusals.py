@@ -3,10 +3,12 @@
 import gzip
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +377,37 @@ def test_an_interrupted_build_goes_on_where_it_was(tmp_path):
   assert len(made) >= 3
   assert all(path.stat().st_mtime_ns == when for path, when in made.items())
   assert not list(folder.glob(".*")), "claims and temporary files of processes that ended"
+
+
+ENDING = """
+import os, pathlib, signal, sys
+from maxbatch.data import workers
+
+def make_shards(jobs, recipe, report, wait):
+  temporary = jobs[0].path.with_name(".temporary")
+  try:
+    temporary.touch()
+    report(1)
+  finally:
+    os.kill(os.getpid(), signal.SIGTERM)
+    temporary.unlink()
+
+workers.make_shards = make_shards
+read_end, write_end = os.pipe()
+os.close(read_end)
+workers._main("0", str(write_end))
+"""
+
+
+def test_a_worker_whose_parent_is_killed_removes_its_files_however_often_it_is_told(tmp_path):
+  work = pickle.dumps(([types.SimpleNamespace(path=tmp_path / "shard")], None))
+  pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+  with subprocess.Popen([sys.executable, "-c", ENDING], **pipes) as worker:
+    worker.stdin.write(work)
+    worker.stdin.flush()
+    assert worker.wait(PATIENCE_SECONDS) == 1
+    assert worker.stderr.read() == b""
+  assert list(tmp_path.iterdir()) == []
 
 
 def test_a_line_is_read_from_wherever_a_piece_begins(tmp_path):

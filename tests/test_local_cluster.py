@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import several_processes
 from processes import PATIENCE_SECONDS, REPOSITORY
 
 # Stands for a training process: what it is told, its signals and its exit code are what is tested.
@@ -69,6 +70,13 @@ def test_processes_are_told_their_places(cluster):
   assert [(own, number) for own, _, number, _ in said] == [("0", "3"), ("1", "3"), ("2", "3")]
   (address,) = {line[3] for line in said}
   assert address.startswith("localhost:")
+
+
+def test_no_two_tests_get_the_same_port(monkeypatch):
+  first = several_processes.free_port(8)
+  monkeypatch.setattr(several_processes, "PORTS", range(max(20_000, first - 8), first + 16))
+  second = several_processes.free_port(8)
+  assert abs(second - first) >= 8
 
 
 def test_the_exit_code_is_that_of_the_process_that_fails(cluster):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from processes import REPOSITORY, environment
+from several_processes import free_port
 from test_joining import slurm
 
 from maxbatch import train
@@ -30,6 +31,7 @@ STEPS = ("steps=120", "checkpoint_period=1000", "ici_fsdp_parallelism=-1", "ici_
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setattr(soak, "QUICK_START", environment())
+  monkeypatch.setattr(soak, "free_ports", free_port)
 
 
 def is_supervisor(pid: int) -> bool:

@@ -133,12 +133,15 @@ def _main(number: str, pipe: str) -> None:
   """Makes the shards that nobody else does, if no process of that number works on this host."""
   # Ctrl-C is sent to all processes of a terminal: whoever started this one ends it.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+  signal.signal(signal.SIGTERM, _end_once)
   jobs, recipe = pickle.load(sys.stdin.buffer)
   threading.Thread(target=_end_with_parent, daemon=True).start()
 
   def say(message: dict[str, object]) -> None:
-    os.write(int(pipe), json.dumps(message).encode() + b"\n")
+    try:
+      os.write(int(pipe), json.dumps(message).encode() + b"\n")
+    except BrokenPipeError:  # Whoever started it has ended, of which a signal is on its way.
+      signal.raise_signal(signal.SIGTERM)
 
   place = jobs[0].path.with_name(f".worker-{socket.gethostname()}-{number}")
   try:
@@ -147,6 +150,12 @@ def _main(number: str, pipe: str) -> None:
         make_shards(jobs, recipe, lambda size: say({"bytes": size}), wait=False)
   except UserError as error:
     say({"error": str(error)})
+
+
+def _end_once(number: int, _: object) -> None:
+  """Ends the process; a second signal would cut off the removal of temporary files."""
+  signal.signal(number, signal.SIG_IGN)
+  sys.exit(1)
 
 
 def _end_with_parent() -> None:
