@@ -5,6 +5,7 @@ B rows, T query and S key tokens, N query heads, K key/value heads, H width of a
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -339,23 +340,39 @@ def test_devices_with_their_own_rows_and_heads_equal_one(sizes: tuple[int, ...],
     np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("window", "in_zigzag"), [(0, True), (200, False)])
-def test_devices_that_gather_keys_mask_them_for_their_own_tokens(window: int, in_zigzag: bool):
-  mesh, T = make_mesh(Topology.of(context=2), jax.devices()[:2]), 512
+@pytest.mark.parametrize(
+  ("window", "in_zigzag", "sizes"),
+  [(0, True, {"context": 2}), (200, False, {"data": 2, "context": 2})],
+)
+def test_devices_that_gather_keys_mask_them_for_their_own_tokens(
+  window: int, in_zigzag: bool, sizes: dict[str, int]
+):
+  """Under a mesh, and inside a shard_map over data as in the step."""
+  num_devices, T = math.prod(sizes.values()), 512
+  mesh = make_mesh(Topology.of(**sizes), jax.devices()[:num_devices])
   arrays, ids_BT = operands(2, 1, T), segments(2, T)
   places_T = np.arange(T).reshape(4, -1)[[0, 3, 1, 2]].reshape(-1)
   order_T = places_T if in_zigzag else None
   places_T = places_T if in_zigzag else np.arange(T)
 
   def attend(*arrays):
-    q, k, v, ids = (in_order(x, places_T) for x in (*arrays, ids_BT))
+    q, k, v, ids = (in_order(x, places_T) for x in arrays)
     out = flash.flash_attention_to_all_keys(
       q, k, v, ids, window, order_T, keeps_all=in_zigzag, interpret=True
     )
     return in_order(out, np.argsort(places_T))
 
+  def on_data(*arrays):
+    if "data" not in sizes:
+      return attend(*arrays, ids_BT)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      rows = PartitionSpec("data")
+      return jax.shard_map(
+        attend, in_specs=rows, out_specs=rows, axis_names={"data"}, check_vma=False
+      )(*arrays, ids_BT)
+
   with jax.set_mesh(mesh):
-    got = with_gradients(attend, *arrays)
+    got = with_gradients(on_data, *arrays)
   for ours, theirs in zip(got, with_gradients(by_products(ids_BT, window), *arrays), strict=True):
     np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
 

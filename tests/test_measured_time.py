@@ -101,9 +101,12 @@ def test_the_longer_step_has_room_in_the_program_and_in_the_time():
   quick = Pretend(made(), rest=0.001, per_pass=0.001)
   quick.timing(num_microbatches=50)
   assert max(quick.num_microbatches) == 16  # the capacity
-  slow = Pretend(made(), rest=10.0, per_pass=20.0)
+  slow = Pretend(made(), rest=5.0, per_pass=10.0)
   assert slow.timing(num_microbatches=16).repeats == 3
   assert max(slow.num_microbatches) == 2
+  long = Pretend(made(), rest=10.0, per_pass=20.0)
+  assert long.timing(num_microbatches=16) == Timing(30.0, 0.0, 0.0, repeats=1)
+  assert long.num_microbatches == [1]
 
 
 def test_scatter_is_told():

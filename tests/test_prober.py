@@ -157,6 +157,28 @@ def test_what_fits_is_timed_and_what_does_not_is_not(accumulation):
   assert result.best.samples_per_second > 0
 
 
+def test_long_rows_are_tried_shared_by_devices_too(monkeypatch):
+  """Rows of 16 tokens are long here; two devices have a row each, half of one, or of two."""
+  monkeypatch.setattr("maxbatch.core.topology.LONG_ROW_TOKENS", 16)
+  of = settings(
+    "{explore: {min: 1, max: 1}}", batch_size=2, max_target_length=16, compile_only=True
+  )
+  place, lines = Target(jax.devices()[:2], topology(of.mesh, 2)), []
+  probe = Prober(of, place.devices, place.layout)
+  chosen, result = explore_sizes(of, place, probe, say=lines.append)
+  found = {(one.candidate.context, one.size): one.probe for one in result.ranked}
+  assert set(found) == {(1, "1"), (2, "0.5"), (2, "1")}
+  assert {one.how for one in found.values()} == {"measured"}
+  shapes = {key.context: report.plan.topology.shape for key, report in probe.reports.items()}
+  assert [(shapes[n]["data"], shapes[n].get("context", 1)) for n in (1, 2)] == [(2, 1), (1, 2)]
+  best = result.ranked[0].candidate
+  assert (chosen.mesh.ici_context_parallelism, chosen.batch.micro_batch_size) == (
+    best.context,
+    best.per_device,
+  )
+  assert f"ici_context_parallelism: {best.context}" in lines[-2]
+
+
 @pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.", "X"])
 def test_who_runs_out_of_memory_while_timed_does_not_fit(monkeypatch, message):
   def exhausted(*_, **__):

@@ -213,6 +213,33 @@ def test_what_is_measured_says_so():
   assert "measured performance: 1.00x base, exploration progress: 100%, conf" in lines[0]
 
 
+def test_a_time_that_is_not_known_is_said_to_be():
+  """Of the first size, beside which the others are; and the table has no speed of it."""
+
+  def probe(candidate: Candidate) -> ProbeResult:
+    each = None if candidate.per_device == 2 else 1.0
+    return dataclasses.replace(Machine(linear)(candidate), seconds_per_microbatch=each)
+
+  lines: list[str] = []
+  result = explore(sizes(2, 4), probe, SUGGESTED_FIXES, lines.append)
+  for line, size in zip(lines, (2, 4), strict=True):
+    assert f"micro_batch_size: {size}, measured performance: not known, expl" in line
+  first, last = result.ranked
+  assert (first.size, last.size) == ("4", "2")
+  assert str(result).splitlines()[2].split() == [
+    "2",
+    "2",
+    "2",
+    "5",
+    "of",
+    "16",
+    "GiB",
+    "4,",
+    "8,",
+    "12",
+  ]
+
+
 def test_a_first_guess_that_does_not_fit_is_no_recommendation():
   lines, result = explored(sizes(1, 4, batch=8), Machine(linear, capacity=8))
   assert lines[0] == (

@@ -26,6 +26,9 @@ SECONDS = 4.0
 _FEWEST = 3
 _MOST_A_SECOND = 3.75
 """Repeats."""
+_LONG_SECONDS = 20.0
+"""A program that takes longer is timed once. With all repeats each step of a minute would cost a quarter of
+an hour."""
 _TOKENS = 251
 """Synthetic token ids are below this; the smallest vocabulary of a real tokenizer has more."""
 
@@ -37,7 +40,8 @@ class Timing:
   seconds_per_microbatch: float
   seconds_rest: float
   spread: float
-  """Half the range that holds the middle half of the repeats, as a share of their median."""
+  """Half the range that holds the middle half of the repeats, as a share of their median; 0 where there is
+  one."""
   repeats: int
   seconds_without_ticks: float | None = None
   """Seconds of a fused pipeline's step with an empty timetable, which is neither microbatch nor
@@ -54,7 +58,8 @@ def measure_step(
   seconds: float | None = None,
   clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-  """Times steps of one microbatch and of more, to separate the time of a microbatch from the rest.
+  """Times steps of one microbatch and of more, to separate the time of a microbatch from the rest; a long
+  step of one microbatch is timed once, and is all the microbatch's.
 
   Args:
     shapes: the rows it takes: (capacity, B, …), with capacity 1 when streamed.
@@ -70,7 +75,9 @@ def measure_step(
     if not streamed:
       pipeline, capacity = trainer.pipeline, shapes.inputs.shape[0]
       most = min(most, capacity, pipeline.max_num_microbatches if pipeline else capacity)
-    bench.run(1)  # The first run of a program loads it.
+    first = bench.run(1)  # The first run of a program loads it.
+    if broadcast_one_to_all(first > _LONG_SECONDS):
+      return Timing(first, 0.0, 0.0, 1)
     many, repeats = broadcast_one_to_all(_affordable(bench.run(1), most, seconds or SECONDS))
     bench.run(many)
     pairs = [(bench.run(1), bench.run(many)) for _ in range(repeats)]
@@ -104,7 +111,9 @@ def measure_evaluation(
     return clock() - began
 
   try:
-    run()  # The first run of a program loads it.
+    first = run()  # The first run of a program loads it.
+    if broadcast_one_to_all(first > _LONG_SECONDS):
+      return Timing(first, 0.0, 0.0, 1)
     _, repeats = broadcast_one_to_all(_affordable(run(), 1, SECONDS))
     times = [run() for _ in range(repeats)]
   finally:

@@ -178,7 +178,7 @@ class StepTime:
   how: str
   """estimate or measured."""
   spread: float | None = None
-  """Spread of a measurement, as a share."""
+  """Spread of a measurement, as a share; None where there is one alone."""
   other_per_microbatch: float = 0.0
   """In a pipeline, the part of `seconds_per_microbatch` that is no forward or backward of layers,
   as far as known."""
@@ -198,8 +198,9 @@ def measured_time(timing: Timing, *, streamed: bool) -> StepTime:
   """Returns the time that a clock has shown."""
   # A streamed microbatch is a dispatch of its own, with ticks to fill and empty in each.
   other = timing.seconds_rest if streamed else timing.seconds_without_ticks or 0.0
+  spread = timing.spread if timing.repeats > 1 else None
   return StepTime(
-    timing.seconds_per_microbatch, timing.seconds_rest, "measured", timing.spread, other_rest=other
+    timing.seconds_per_microbatch, timing.seconds_rest, "measured", spread, other_rest=other
   )
 
 

@@ -11,6 +11,7 @@ from maxbatch.compile.measured_time import measure_step
 from maxbatch.compile.program import compile_program
 from maxbatch.config.find import user_path
 from maxbatch.config.schema import Config
+from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
@@ -122,4 +123,6 @@ def measured(config: Config, plan: BatchPlan, target: Target, seconds: float) ->
     seconds=seconds,
   )
   step_seconds = timing.seconds_rest + timing.seconds_per_microbatch * count
-  return Need(plan.global_batch_to_train, step_seconds, f"measured here, {timing.repeats} times")
+  return Need(
+    plan.global_batch_to_train, step_seconds, f"measured here, {counted(timing.repeats, 'time')}"
+  )

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from maxbatch.config.schema import ModelConfig, is_latent
 from maxbatch.data.rows import in_order, whole_in_order
@@ -193,7 +193,7 @@ def flash_attention_to_all_keys(
   Raises:
     UserError: a device's tokens are not whole blocks of the kernel.
   """
-  mesh, sizes = jax.sharding.get_abstract_mesh(), auto_axis_sizes()
+  sizes = auto_axis_sizes()
   B, T, N, H = q_BTNH.shape
   D = sizes["context"]
   if T % (2 * D * _LANES):
@@ -206,7 +206,8 @@ def flash_attention_to_all_keys(
   back_T = np.argsort(places_T)
   own_heads = N // sizes["tensor"] if N % sizes["tensor"] == 0 else N
   kernel = _splash_kernel(own_heads, places_T, window, soft_cap, shards=D, interpret=interpret)
-  by_shard = NamedSharding(mesh, PartitionSpec(None, "context"))
+  # Of this axis alone: jax (0.12) finds no shape of a shard on a mesh with axes that a shard_map has taken.
+  by_shard = NamedSharding(AbstractMesh((D,), ("context",)), PartitionSpec(None, "context"))
   others = [(kernel, kernel.manual_sharding_spec(by_shard))]
   if segment_ids_BT is not None:
     ids_BS = whole_in_order(segment_ids_BT, back_T)

@@ -207,11 +207,11 @@ def _line(result: Exploration) -> str:
   if result.best is None or base is None:
     last = result.tried[-1]
     return f"INFO: {last.candidate.key}: {last.size} does not fit ({last.probe.memory}), {progress}"
-  gain = result.best.samples_per_second / (base.samples_per_second or math.inf)
-  best = result.best.candidate
+  best, speed = result.best.candidate, base.samples_per_second
+  gain = f"{result.best.samples_per_second / speed:.2f}x base" if speed else "not known"
   return (
     f"INFO: Current recommended {best.key}: {result.best.size}, {result.best.probe.how} "
-    f"performance: {gain:.2f}x base, {progress}, confidence: {result.confidence} (of "
+    f"performance: {gain}, {progress}, confidence: {result.confidence} (of "
     f"{MOST_CONFIDENCE})"
     + (f", ici_context_parallelism: {best.context}" if best.context else "")
     + (f", remat_policy: {best.remat_policy}" if best.remat_policy else "")
@@ -238,8 +238,8 @@ def _fitting_row(rank: int, one: Tried) -> tuple[str, ...]:
     *_start_of_row(one.candidate),
     one.probe.memory,
     _step_time(one),
-    f"{speed:,.4g}",
-    f"{speed * one.candidate.max_target_length:,.0f}",
+    f"{speed:,.4g}" if speed else "",
+    f"{speed * one.candidate.max_target_length:,.0f}" if speed else "",
     "" if used is None else f"{used:.1%}",
     ", ".join(f"{batch:,}" for batch in one.candidate.suggested_batches()),
   )
