@@ -11,8 +11,9 @@ from support import base
 from token_caches import written_cache
 
 from maxbatch.data.document_rows import TokenWindows
+from maxbatch.data.mixture import JoinedRows
 from maxbatch.data.registry import build_dataset
-from maxbatch.data.rows import Dataset
+from maxbatch.data.rows import WHOLE, Dataset, FirstRows, RowPart, part_of_rows
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import UserError
 
@@ -71,6 +72,48 @@ def test_rows_equal_the_slow_reference(tmp_path, texts, length, packing, shards,
     reference = slow_row(tokens, index, length, packing)
     for name in names:
       assert rows[name][place].tolist() == reference[name], name
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(documents, st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(1, 3))
+def test_parts_of_rows_are_those_of_whole_rows(tmp_path, texts, ways, each, packing, shards):
+  """Of all rows, the last one of which is padded, also where others are put before them."""
+  tokens = [token for text in texts for token in (BOS, *text, EOS)]
+  source = windows(tmp_path / "a.tokens", tokens, ways * each, packing, shards)
+  indices, joined = np.arange(len(source)), JoinedRows((FirstRows(source, 2), source))
+  rows, skipped = source.rows(indices), len(FirstRows(source, 2))
+  for first in range(ways):
+    for end in range(first + 1, ways + 1):
+      part = RowPart(first, end, ways)
+      for found in (
+        source.part_of_rows(indices, part),
+        joined.part_of_rows(indices + skipped, part),
+      ):
+        assert set(found) == set(rows)
+        for name, array in found.items():
+          wanted = rows[name][:, first * each : end * each]
+          assert array.flags.c_contiguous
+          assert array.dtype == wanted.dtype
+          np.testing.assert_array_equal(array, wanted, err_msg=f"{name} {part}")
+
+
+def test_a_part_of_a_row_is_read_alone(tmp_path, monkeypatch):
+  """An eighth of a row's tokens, and as many targets; of a source that has no parts, all of it."""
+  source, read = windows(tmp_path / "a.tokens", list(range(64)), 64, packing=True), []
+  copied = type(source.cache).copy_tokens
+
+  def counted(cache, starts, lengths, *others):
+    read.append(int(lengths.sum()))
+    copied(cache, starts, lengths, *others)
+
+  monkeypatch.setattr(type(source.cache), "copy_tokens", counted)
+  part = RowPart(3, 4, 8)
+  part_of_rows(source, np.array([0]), part)
+  part_of_rows(source, np.array([0]), WHOLE)
+  assert read == [8, 8, 64, 63]
+  made = synthetic(seed=3).train
+  half = part_of_rows(made, np.array([5]), RowPart(1, 2, 2))
+  np.testing.assert_array_equal(half["inputs"], made.rows(np.array([5]))["inputs"][:, 8:])
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

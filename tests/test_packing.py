@@ -14,6 +14,7 @@ from token_caches import written_cache
 from maxbatch.data import pack_index
 from maxbatch.data.document_rows import PackedRows
 from maxbatch.data.pack_index import Fit, Layout, open_or_build, pack
+from maxbatch.data.rows import RowPart
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.errors import UserError
 
@@ -121,6 +122,22 @@ def test_every_target_once_and_only_after_its_own_document(
   kept = [min(size, length + 1) if truncate else size for size in sizes]
   wanted = [begins[i] + j for i, size in enumerate(kept) for j in range(1, size)]
   assert sorted(targets) == wanted
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes_of_documents, st.integers(1, 5), st.integers(1, 6), fits)
+def test_parts_of_rows_are_those_of_whole_rows(tmp_path_factory, sizes, ways, each, fit):
+  """Documents that begin before a part, in it, or go on behind it; and parts of padding alone."""
+  source = built(tmp_path_factory.mktemp("packed"), sizes, Layout(ways * each, fit, False))
+  indices = np.arange(len(source))
+  rows = source.rows(indices)
+  for first in range(ways):
+    for end in {first + 1, ways}:
+      part = source.part_of_rows(indices, RowPart(first, end, ways))
+      assert set(part) == set(rows)
+      for name, array in part.items():
+        wanted = rows[name][:, first * each : end * each]
+        np.testing.assert_array_equal(array, wanted, err_msg=f"{name} {first} {end}")
 
 
 @pytest.mark.parametrize("fit", ["first_fit", "best_fit"])

@@ -17,9 +17,9 @@ from support import collectives, mesh
 from maxbatch.batch.row_plan import StepRows, StepTable
 from maxbatch.data import placement
 from maxbatch.data.loader import eval_loader, train_loader
-from maxbatch.data.placement import RowPlacement
+from maxbatch.data.placement import RowPlacement, WrongRowError
 from maxbatch.data.reading import ReadOrder, StepReader
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import WHOLE, RowPart, Rows
 
 MICRO, SEED = 24, 7
 GROWING = [1, 3, 3, 1]
@@ -54,7 +54,7 @@ def by_all(
   table = StepTable(steps, MICRO)
   readers = {
     process: StepReader(
-      ReadOrder(NumberedRows(), SEED),
+      ReadOrder(NumberedRows(), SEED, place.part(process)),
       table,
       place.columns(process),
       capacity,
@@ -134,6 +134,38 @@ def test_a_device_is_sent_its_part_of_a_row_alone():
     np.testing.assert_array_equal(array, whole, err_msg=field)
     ways = 8 if whole.ndim == 3 else 2
     assert {part.data.size for part in array.addressable_shards} == {whole.size // ways}, field
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_a_process_reads_the_tokens_of_its_devices_alone(processes):
+  """Two have whole rows; of four each has half of a row, of eight a quarter. The rows are the same."""
+  place, sharding = placed_for(place_of_parts(), processes, ()), place_of_parts()
+  steps = steps_of([1, 2])
+  parts = [place.part(process) for process in range(processes)]
+  assert (
+    parts
+    == {
+      2: [WHOLE] * 2,
+      4: [RowPart(0, 2, 4), RowPart(2, 4, 4)] * 2,
+      8: [RowPart(at, at + 1, 4) for at in range(4)] * 2,
+    }[processes]
+  )
+  # Those that are sent are read whole.
+  assert placed_for(sharding, processes, (1,)).part(1) == WHOLE
+  with train_loader(
+    NumberedRows(), SEED, steps, micro_batch=MICRO, capacity=2, sharding=sharding
+  ) as loader:
+    for expected, rows in zip(
+      loader, by_all(place, processes, steps, 2, Fraction(1), 0), strict=True
+    ):
+      jax.tree.map(np.testing.assert_array_equal, rows, expected)
+  table = StepTable(steps, MICRO)
+  order = ReadOrder(NumberedRows(), SEED, parts[1])
+  read = next(StepReader(order, table, place.columns(1), 2, Fraction(1), 0))
+  assert read["inputs"].shape == (2, MICRO // 2, 8 // processes if processes > 2 else 4)
+  read["inputs"][0, 3, 0] += 1
+  with pytest.raises(WrongRowError):
+    place.stage({1: read}, table.sample_ids(0, 2))
 
 
 def test_the_validation_batch_is_sent_too(monkeypatch):

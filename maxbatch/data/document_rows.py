@@ -5,18 +5,30 @@ R rows, T tokens per row, P pieces of documents in these rows.
 
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.pack_index import Layout, PackIndex, open_or_build
-from maxbatch.data.rows import Arrays, RowSource
+from maxbatch.data.rows import WHOLE, Arrays, RowPart, RowSource
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
 
 
-def segments(begins_RT: np.ndarray, filled_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+class Before(NamedTuple):
+  """What a row has before the part of it that is read."""
+
+  segments_R: np.ndarray
+  """How many begin there and end there."""
+  tokens_R: np.ndarray
+  """How many there are of the segment that the part begins in."""
+
+
+def segments(
+  begins_RT: np.ndarray, filled_R: np.ndarray, before: Before | None = None
+) -> tuple[np.ndarray, np.ndarray]:
   """Returns segment numbers and positions, int32[R, T] each, of rows of packed documents.
 
   Segments count 1, 2, 3 … by document within the row, 0 is padding; positions restart at 0 with
@@ -25,6 +37,7 @@ def segments(begins_RT: np.ndarray, filled_R: np.ndarray) -> tuple[np.ndarray, n
   Args:
     begins_RT: bool, where a document begins; changed in place.
     filled_R: the tokens of each row that are no padding, which is at its end.
+    before: where these are parts of rows; None: they begin here.
   """
   length = begins_RT.shape[1]
   begins_RT[:, 0] = True
@@ -33,9 +46,13 @@ def segments(begins_RT: np.ndarray, filled_R: np.ndarray) -> tuple[np.ndarray, n
   num_tokens = np.diff(firsts, append=begins_RT.size)
   rows = firsts // length
   numbers = np.arange(1, len(firsts) + 1) - np.searchsorted(rows, rows)
+  origins = firsts.astype(np.int32)
+  if before is not None:
+    numbers += before.segments_R[rows]
+    origins[firsts % length == 0] -= before.tokens_R.astype(np.int32)
   segment_ids_RT = np.repeat(numbers.astype(np.int32), num_tokens).reshape(begins_RT.shape)
   places = np.arange(begins_RT.size, dtype=np.int32)
-  positions_RT = (places - np.repeat(firsts.astype(np.int32), num_tokens)).reshape(begins_RT.shape)
+  positions_RT = (places - np.repeat(origins, num_tokens)).reshape(begins_RT.shape)
   for array_RT in (segment_ids_RT, positions_RT):
     clear_padding(array_RT, filled_R)
   return segment_ids_RT, positions_RT
@@ -66,16 +83,22 @@ class TokenWindows:
     return max(0, -(-(self.cache.num_tokens - 1) // self.length))
 
   def rows(self, indices: np.ndarray) -> Arrays:
-    """Returns the windows int[R] as new arrays, see `RowSource.rows`.
+    """Returns the windows int[R] as new arrays, see `RowSource.rows`."""
+    return self.part_of_rows(indices, WHOLE)
+
+  def part_of_rows(self, indices: np.ndarray, part: RowPart) -> Arrays:
+    """Returns a part of the windows int[R] as new arrays, see `RowSource.rows`.
 
     The weight is 0 where the target is padding and, when packing, where it begins the next
     document, which nothing in this one predicts; and where the data say so.
     """
-    cache, shape_RT = self.cache, (len(indices), self.length)
-    starts_R = np.asarray(indices, np.int64) * self.length
-    num_inputs_R = np.minimum(cache.num_tokens - starts_R, self.length)
-    num_targets_R = np.minimum(cache.num_tokens - starts_R - 1, self.length)
-    places_R = np.arange(len(indices)) * self.length
+    cache, own = self.cache, part.tokens(self.length)
+    shape_RT = len(indices), (length := own.stop - own.start)
+    begins_R = np.asarray(indices, np.int64) * self.length
+    starts_R = begins_R + own.start
+    num_inputs_R = np.clip(cache.num_tokens - starts_R, 0, length)
+    num_targets_R = np.clip(cache.num_tokens - starts_R - 1, 0, length)
+    places_R = np.arange(len(indices)) * length
     arrays = _blank(shape_RT, self.pad_id)
     cache.copy_tokens(starts_R, num_inputs_R, arrays["inputs"], places_R)
     cache.copy_tokens(starts_R + 1, num_targets_R, arrays["targets"], places_R)
@@ -83,12 +106,20 @@ class TokenWindows:
     clear_padding(arrays["weights"], num_targets_R)
     if self.packing:
       begins_RT = np.zeros(shape_RT, bool)
-      # Of the targets: where a document begins as an input, one token later.
-      rows, columns = cache.document_starts(starts_R + 1, starts_R + 1 + self.length)
-      arrays["weights"][rows, columns] = 0
-      inside = columns + 1 < self.length
+      # Of the targets, from the row's first: where a document begins as an input, one token later.
+      rows, columns = cache.document_starts(begins_R + 1, starts_R + 1 + length)
+      columns -= own.start
+      inside = columns >= 0
+      arrays["weights"][rows[inside], columns[inside]] = 0
+      inside = (columns >= 0) & (columns + 1 < length)
       begins_RT[rows[inside], columns[inside] + 1] = True
-      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, num_inputs_R)
+      before = None
+      if own.start:
+        rows, columns = rows[columns < 0], columns[columns < 0]
+        tokens_R = np.full(len(indices), own.start)
+        tokens_R[rows] = -1 - columns  # They ascend: of several in a row the last.
+        before = Before(np.bincount(rows, minlength=len(indices)), tokens_R)
+      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, num_inputs_R, before)
     return arrays
 
 
@@ -107,14 +138,33 @@ class PackedRows:
 
   def rows(self, indices: np.ndarray) -> Arrays:
     """Returns the rows int[R] as new arrays, see `RowSource.rows`; padding has weight 0."""
-    pieces = self.index.pieces(np.asarray(indices, np.int64))
-    shape_RT = (len(indices), self.index.layout.length)
+    return self.part_of_rows(indices, WHOLE)
+
+  def part_of_rows(self, indices: np.ndarray, part: RowPart) -> Arrays:
+    """Returns a part of the rows int[R] as new arrays, likewise."""
+    pieces, own = (
+      self.index.pieces(np.asarray(indices, np.int64)),
+      part.tokens(self.index.layout.length),
+    )
+    shape_RT = (len(indices), own.stop - own.start)
     starts_P, lengths_P = pieces.starts, pieces.lengths
     rows_P = np.repeat(np.arange(len(indices)), pieces.counts)
     filled_R = np.bincount(rows_P, lengths_P, len(indices)).astype(np.int64)
-    # Without padding pieces would lie one after the other.
-    padding_R = shape_RT[1] - filled_R
-    places_P = np.cumsum(lengths_P) - lengths_P + (np.cumsum(padding_R) - padding_R)[rows_P]
+    # In their rows, of which the part begins at 0.
+    rests_R = np.cumsum(filled_R) - filled_R
+    places_P = np.cumsum(lengths_P) - lengths_P - rests_R[rows_P] - own.start
+    filled_R, before = np.clip(filled_R - own.start, 0, shape_RT[1]), None
+    if part != WHOLE:
+      cut_P, ends_P = np.maximum(-places_P, 0), places_P + lengths_P
+      lengths_P = np.minimum(ends_P, shape_RT[1]) - np.maximum(places_P, 0)
+      earlier_R = np.bincount(rows_P[ends_P <= 0], minlength=len(indices))
+      kept = lengths_P > 0
+      tokens_R = np.zeros(len(indices), np.int64)
+      tokens_R[rows_P[kept & (cut_P > 0)]] = cut_P[kept & (cut_P > 0)]
+      before = Before(earlier_R, tokens_R)
+      starts_P, places_P = (starts_P + cut_P)[kept], (places_P + cut_P)[kept]
+      lengths_P, rows_P = lengths_P[kept], rows_P[kept]
+    places_P = places_P + rows_P * shape_RT[1]
     arrays = _blank(shape_RT, self.pad_id)
     self.cache.copy_tokens(starts_P, lengths_P, arrays["inputs"], places_P)
     self.cache.copy_tokens(starts_P + 1, lengths_P, arrays["targets"], places_P)
@@ -123,7 +173,7 @@ class PackedRows:
     if self.segmented:
       begins_RT = np.zeros(shape_RT, bool)
       begins_RT.reshape(-1)[places_P] = True
-      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, filled_R)
+      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, filled_R, before)
     return arrays
 
 

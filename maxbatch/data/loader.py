@@ -54,7 +54,7 @@ def train_loader(
   """
   place = RowPlacement(sharding, row_dim=1, num_rows=micro_batch, loading=tuple(loading))
   table = StepTable(steps, micro_batch)
-  order = ReadOrder(source, seed)
+  order = ReadOrder(source, seed, place.part(jax.process_index()))
   return Loader(order, table, place, capacity, load_factor, worker_count, ahead)
 
 
@@ -76,7 +76,8 @@ def eval_loader(
   place = RowPlacement(sharding, row_dim=0, num_rows=eval_batch, loading=tuple(loading))
   source = source if eval_samples < 0 else FirstRows(source, eval_samples)
   table = StepTable(steps_in_order(len(source), eval_batch), eval_batch)
-  return Loader(ReadOrder(source, None), table, place, 1, Fraction(1), worker_count, ahead)
+  order = ReadOrder(source, None, place.part(jax.process_index()))
+  return Loader(order, table, place, 1, Fraction(1), worker_count, ahead)
 
 
 class Loader(Iterator[Rows]):

@@ -40,7 +40,7 @@ from fractions import Fraction
 import grain
 import numpy as np
 
-from maxbatch.data.rows import Arrays, RowSource
+from maxbatch.data.rows import WHOLE, Arrays, RowPart, RowSource, part_of_rows
 
 _BLOCK = 4096
 """Samples of a block, if every source has one of them."""
@@ -259,11 +259,15 @@ class JoinedRows:
     return int(self.begins[-1])
 
   def rows(self, indices: np.ndarray) -> Arrays:
+    return self.part_of_rows(indices, WHOLE)
+
+  def part_of_rows(self, indices: np.ndarray, part: RowPart) -> Arrays:
     which = np.searchsorted(self.begins, indices, side="right") - 1
     joined: Arrays = {}
     for source in np.unique(which) if len(which) else [0]:
       here = which == source
-      arrays = self.sources[source].rows(indices[here] - self.begins[source])
+      numbers = indices[here] - self.begins[source]
+      arrays = part_of_rows(self.sources[source], numbers, part)
       for name, array in arrays.items():
         if name not in joined:
           joined[name] = np.empty((len(indices), *array.shape[1:]), array.dtype)

@@ -1,7 +1,8 @@
 """Brings rows from the processes that read them to the devices that use them.
 
 Where every process reads the rows of its own devices, `jax.make_array_from_callback` joins them into
-global arrays without sending anything. Where some read for all, each of their devices gets the rows
+global arrays without sending anything; of rows that devices share, each process reads the tokens of its
+devices. Where some read for all, each of their devices gets the rows
 that it uses and those that it sends, and one compiled program of collective permutes does the rest.
 All processes must dispatch it in the same order as their other programs, so it is left to the
 thread that dispatches those: `stage` can run in any thread, what it returns cannot.
@@ -27,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxbatch.batch.host_loads import Redistribution, Rounds, redistribution
 from maxbatch.batch.row_plan import columns_of_blocks
-from maxbatch.data.rows import TOKEN_FIELDS, Arrays, Rows, row_checksums
+from maxbatch.data.rows import TOKEN_FIELDS, WHOLE, Arrays, RowPart, Rows, row_checksums
 from maxbatch.errors import RowsError
 
 CHECKSUMS = "checksums"
@@ -82,6 +83,28 @@ class RowPlacement:
     """Returns which of the rows a process reads, int64[R] ascending."""
     return columns_of_blocks(self.plan.blocks_read.get(process, ()), self._block_size)
 
+  def part(self, process: int) -> RowPart:
+    """Returns which tokens of each row a process reads: those of its devices, or all if rows are sent."""
+    return WHOLE if self.sends else self._parts.get(process, WHOLE)
+
+  @functools.cached_property
+  def _parts(self) -> Mapping[int, RowPart]:
+    """Those of the processes whose devices have a part of rows."""
+    dim, mesh = self.row_dim + 1, self._mesh
+    names = self.sharding.spec[dim] if len(self.sharding.spec) > dim else None
+    ways = math.prod(
+      mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ())
+    )
+    shape = (1,) * self.row_dim + (self.num_rows, ways)
+    ends: dict[int, list[int]] = {}
+    for device, index in self._of_rank(len(shape)).devices_indices_map(shape).items():
+      ends.setdefault(self.process_of(device), []).extend(index[dim].indices(ways)[:2])
+    return {
+      process: RowPart(min(each), max(each), ways)
+      for process, each in ends.items()
+      if max(each) - min(each) < ways
+    }
+
   def microbatches(self, used: int, capacity: int) -> int:
     """Returns how many microbatches a process reads: as many as are used, or all if none is sent.
 
@@ -102,14 +125,14 @@ class RowPlacement:
     """Puts rows on the devices of this process.
 
     Args:
-      read: by process, its rows [K, R, …] in the order of `columns`: those of this process.
+      read: by process, its `part` of its rows [K, R, …] in the order of `columns`: those of this process.
       ids: int32[C, B]: the sample of every row of the global array, −1 where there is none.
 
     Raises:
       WrongRowError: a row of this process, which nobody else needs, is not what was read for its sample.
     """
     size = self._block_size
-    placed = self._global(ids.shape, lambda block: ids[:, block * size : (block + 1) * size])
+    placed = self._global(ids.shape, lambda block, _: ids[:, block * size : (block + 1) * size])
     one = next(iter(read.values()))
     names = [name for name in TOKEN_FIELDS if name in one]
     if self.sends:
@@ -149,24 +172,38 @@ class RowPlacement:
     return rows[:, first : first + self._block_size]
 
   def _joined(self, read: Mapping[int, np.ndarray]) -> jax.Array:
-    """Joins the rows [C, R, …] that each process has read into one global array."""
+    """Joins the rows [C, R, …], or parts of them, that each process has read into one global array."""
+    process, one = next(iter(read.items()))
+    capacity, _, *trail = one.shape
+    trail = [self.part(process).length_of_whole(size) for size in trail]
 
-    def part(block: int) -> np.ndarray:
-      process = next(each for each in self.plan.readers[block] if each in read)
-      return self._block(block, process, read[process])
+    def own(block: int, index: tuple[slice, ...]) -> np.ndarray:
+      for process in self.plan.readers[block]:
+        if process in read:
+          rows = self._block(block, process, read[process])
+          if not index:
+            return rows
+          has, (start, stop, _) = self.part(process).tokens(trail[0]), index[0].indices(trail[0])
+          if has.start <= start and stop <= has.stop:
+            return rows[:, :, start - has.start : stop - has.start]
+      raise ValueError(f"no process has read block {block} of these tokens: {index}")
 
-    capacity, _, *trail = next(iter(read.values())).shape
-    return self._global((capacity, self.num_rows, *trail), part)
+    return self._global((capacity, self.num_rows, *trail), own)
 
-  def _global(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray]) -> jax.Array:
-    """Returns the array [C, B, …] of blocks [C, b, …], or [B, …] without microbatches."""
+  def _global(
+    self, shape: tuple[int, ...], own: Callable[[int, tuple[slice, ...]], np.ndarray]
+  ) -> jax.Array:
+    """Returns the array [C, B, …], or [B, …] without microbatches.
+
+    Args:
+      own: from the number of a block, and the index of its tokens if it has any, to [C, b, …].
+    """
     dim = self.row_dim
 
     def local(index: tuple[slice, ...] | None) -> np.ndarray:
       assert index is not None
-      rows = part((index[dim].start or 0) // self._block_size)
-      own = rows[:, :, *index[dim + 1 :]]  # Of a row that devices share, the device's tokens.
-      return own if dim else own[0]
+      rows = own((index[dim].start or 0) // self._block_size, index[dim + 1 :])
+      return rows if dim else rows[0]
 
     shape = shape[1 - dim :]
     return jax.make_array_from_callback(shape, self._of_rank(len(shape)), local)

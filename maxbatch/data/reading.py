@@ -21,7 +21,7 @@ from grain.multiprocessing import SharedMemoryArray
 from maxbatch.batch.row_plan import StepTable, ids_of
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.mixture import sample_stream
-from maxbatch.data.rows import Arrays, RowSource, row_checksums
+from maxbatch.data.rows import WHOLE, Arrays, RowPart, RowSource, part_of_rows, row_checksums
 from maxbatch.errors import UserError
 
 
@@ -54,6 +54,8 @@ class ReadOrder:
   source: RowSource
   seed: int | None
   """None reads the source in its own order; samples beyond its end are padding."""
+  part: RowPart = WHOLE
+  """Of each row, what is read."""
 
   @functools.cached_property
   def _stream(self) -> Callable[[np.ndarray], np.ndarray]:
@@ -61,19 +63,19 @@ class ReadOrder:
     return sample_stream(self.source, self.seed)
 
   def __call__(self, samples: np.ndarray) -> Arrays:
-    """Reads the rows of the samples int64[R], with their `checksums` uint32[R]."""
+    """Reads the rows of the samples int64[R], or a part of each, with `checksums` uint32[R] of what is read."""
     if self.seed is None:
       arrays = self._in_order(samples)
     else:
-      arrays = self.source.rows(self._stream(samples))
+      arrays = part_of_rows(self.source, self._stream(samples), self.part)
     return arrays | {"checksums": row_checksums(arrays, ids_of(samples))}
 
   def _in_order(self, samples: np.ndarray) -> Arrays:
     real = samples < len(self.source)
     if real.all():
-      return self.source.rows(samples)
+      return part_of_rows(self.source, samples, self.part)
     # Row 0 stands in where there is none, and is then cleared: weight 0 and all else 0.
-    arrays = self.source.rows(np.where(real, samples, 0))
+    arrays = part_of_rows(self.source, np.where(real, samples, 0), self.part)
     for array in arrays.values():
       array[~real] = 0
     return arrays

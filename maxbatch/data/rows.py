@@ -20,7 +20,7 @@ What every dataset offers: rows addressed by number, for training and for valida
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +156,25 @@ Arrays = dict[str, np.ndarray]
 """Rows on the host, with the field names of `maxbatch.data.rows.Rows`."""
 
 
+class RowPart(NamedTuple):
+  """The same tokens of every row: from T·first/of to T·end/of."""
+
+  first: int = 0
+  end: int = 1
+  of: int = 1
+
+  def tokens(self, length: int) -> slice:
+    """Returns the tokens of rows of `length`."""
+    return slice(length * self.first // self.of, length * self.end // self.of)
+
+  def length_of_whole(self, length: int) -> int:
+    """Returns the tokens of rows of which this part has `length`."""
+    return length * self.of // (self.end - self.first)
+
+
+WHOLE = RowPart()
+
+
 class RowSource(Protocol):
   """Rows addressed by number. Pickled to worker processes, so it holds no tokens itself."""
 
@@ -172,6 +191,27 @@ class RowSource(Protocol):
     ...
 
 
+@runtime_checkable
+class DivisibleRows(RowSource, Protocol):
+  """Rows of which a part can be read alone, as hosts do that share rows."""
+
+  def part_of_rows(self, indices: np.ndarray, part: RowPart) -> Arrays:
+    """Returns a part of the rows int[R], see `RowSource.rows`: what `rows` has there."""
+    ...
+
+
+def part_of_rows(source: RowSource, indices: np.ndarray, part: RowPart) -> Arrays:
+  """Returns a part of the rows int[R] of any source, read whole where it has no `part_of_rows`."""
+  if part == WHOLE:
+    return source.rows(indices)
+  if isinstance(source, DivisibleRows):
+    return source.part_of_rows(indices, part)
+  return {
+    name: np.ascontiguousarray(array[:, part.tokens(array.shape[1])])
+    for name, array in source.rows(indices).items()
+  }
+
+
 @dataclasses.dataclass(frozen=True)
 class FirstRows:
   """The first `count` rows of a source, or all if it has fewer."""
@@ -184,6 +224,9 @@ class FirstRows:
 
   def rows(self, indices: np.ndarray) -> Arrays:
     return self.source.rows(indices)
+
+  def part_of_rows(self, indices: np.ndarray, part: RowPart) -> Arrays:
+    return part_of_rows(self.source, indices, part)
 
 
 @dataclasses.dataclass(frozen=True)

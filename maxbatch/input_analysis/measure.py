@@ -189,12 +189,13 @@ def stages(
 
 def transfer(order: ReadOrder, place: RowPlacement, seconds: float) -> Stage:
   """Times bringing a microbatch to the devices of this process."""
-  count = place.num_rows
+  count, process = place.num_rows, jax.process_index()
+  order = dataclasses.replace(order, part=place.part(process))
   arrays: Arrays = {name: array[None] for name, array in order(np.arange(count)).items()}
   ids = StepTable(steps_in_order(count, count), count).sample_ids(0, 1)
 
   def bring() -> None:
-    jax.block_until_ready(place.stage({jax.process_index(): arrays}, ids)())
+    jax.block_until_ready(place.stage({process: arrays}, ids)())
 
   bring()
   return Stage("transfer", "to the devices", _timed(bring, count, seconds))
