@@ -18,6 +18,7 @@ from maxbatch import train
 from maxbatch.config.declare import Name
 from maxbatch.config.schema import fields
 from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.tuning import coupling
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "extending.md"
 SECTIONS = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", PAGE.read_text(), re.MULTILINE))
@@ -135,6 +136,8 @@ def test_a_model_s_terms_are_reported_the_same_however_a_step_is_divided(
   folder, capfd, monkeypatch
 ):
   found = {}
+  # The same model: it is looked at once.
+  monkeypatch.setattr(coupling, "coupling", functools.cache(coupling.coupling))
   for name, keys in WAYS.items():
     use_first_devices(monkeypatch, 2 if name == "pipelined" else 1)
     given = "gradient_accumulation_steps=3", "packing=false", "steps=2", f"run_name={name}"

@@ -55,6 +55,7 @@ def command(folder: pathlib.Path, **keys: object) -> list[str]:
 @COMPILER
 def test_a_step_is_compiled_for_two_hosts_and_their_network(tmp_path, capsys):
   keys = {
+    "base_num_decoder_layers": 1,
     "ici_data_parallelism": 2,
     "ici_fsdp_parallelism": 8,
     "compile_topology_network_gbps": 100,
@@ -87,7 +88,7 @@ def test_a_step_is_compiled_for_two_hosts_and_their_network(tmp_path, capsys):
 
 @COMPILER
 def test_what_does_not_fit_is_a_sentence(tmp_path, capsys):
-  keys = {"compile_topology": "a100-8", "device_memory_gb": 0.02}
+  keys = {"compile_topology": "a100-8", "device_memory_gb": 0.02, "base_num_decoder_layers": 1}
   assert main(command(tmp_path, compile_only="true", **keys)) == 2
   error = capsys.readouterr().err
   assert re.match(
@@ -158,10 +159,10 @@ def test_the_compiler_still_has_no_tables_of_gpus_before_hopper():
 @pytest.mark.parametrize("policy", ["auto", "{explore: {min: 1, max: 1}}"])
 def test_the_microbatch_is_chosen_for_gpus_that_are_not_here(tmp_path, capsys, policy: str):
   keys = {"compile_topology": "a100-8", "base_num_decoder_layers": 1, "micro_batch_size": policy}
-  arguments = [one for one in command(tmp_path, batch_size=16, **keys) if "per_device" not in one]
+  arguments = [one for one in command(tmp_path, batch_size=8, **keys) if "per_device" not in one]
   assert main([*arguments, "compile_only=true"]) == 0
   assert re.search(
-    "micro_batch_size auto: 2 samples" if policy == "auto" else "suggested global batches",
+    "micro_batch_size auto: 1 sample" if policy == "auto" else "suggested global batches",
     capsys.readouterr().out,
   )
   (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())

@@ -224,8 +224,9 @@ def test_at_any_staleness_the_bits_are_those_of_the_synchronous_run(
 def test_devices_that_only_sample_change_nothing_but_rounding(whole):
   """Four that train and four that sample, beside eight that do both."""
   (parameters, steps), (expected, expected_steps) = whole("apart"), whole("all")
+  # Added in another order, as above.
   for ours, theirs in zip(parameters, expected, strict=True):
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
   for ours, theirs in zip(steps[1:], expected_steps[1:], strict=True):
     for name in ("rl/reward", "rl/reward_std", "rl/completion_length", "rl/truncated"):
       assert ours[name] == theirs[name], name

@@ -29,6 +29,11 @@ from maxbatch.core.terms import (
 )
 
 
+_MOST_TERMS = 64
+"""Of a loss: what they are weighted by is given to its gradient in an array (W,) of that length, before they
+are known."""
+
+
 class Squares(NamedTuple):
   """Squared norms of parts of a step's gradient, from which the noise scale is estimated.
 
@@ -241,16 +246,17 @@ def _sums(
 
   gradient = _Gradient(_with_constants(loss, constants))
   shapes = gradient.shapes(params, *jax.eval_shape(microbatch, jnp.int32(0)))
-  weights = None
+  weights_W = jnp.zeros(_MOST_TERMS)
   if gradient.num_divisors > 1:
     if denominators is None:
       whole = axis, batch, constants, params, num_microbatches
       denominators = _selected(loss, denominators_of, *whole)
-    weights = term_weights(shapes[0], denominators)
+    weights = jnp.stack(list(term_weights(shapes[0], denominators).values()))
+    weights_W = weights_W.at[: len(weights)].set(weights)
 
   def add(index: jax.Array, carry: Any) -> Any:
     gradients, sums, squares = carry
-    new, (terms, stats) = gradient(params, *microbatch(index), weights)
+    new, (terms, stats) = gradient(params, *microbatch(index), weights_W)
     # Without the barrier XLA moves reductions over fsdp behind the loop, and the loop then carries
     # whole gradients on every device: for Llama-2-7B on 256 TPUs 2 of 5.7 GiB.
     new = jax.lax.optimization_barrier(summand(new))
@@ -289,22 +295,25 @@ class _Gradient:
 
   def shapes(self, params: Any, rows: Any, keys_B: Any) -> tuple[Terms, Stats]:
     """Returns the shapes of terms and statistics."""
-    return jax.eval_shape(self._gradient, params, rows, keys_B, None)[1]
+    weights_W = jax.ShapeDtypeStruct((_MOST_TERMS,), jnp.float32)
+    return jax.eval_shape(self._gradient, params, rows, keys_B, weights_W)[1]
 
   def __call__(
-    self, params: Any, rows: Any, keys_B: Any, weights: Mapping[str, jax.Array] | None
+    self, params: Any, rows: Any, keys_B: Any, weights_W: jax.Array
   ) -> tuple[Any, tuple[Terms, Stats]]:
-    return self._gradient(params, rows, keys_B, weights)
+    return self._gradient(params, rows, keys_B, weights_W)
 
   def _weighted(
-    self, params: Any, rows: Any, keys_B: Any, weights: Mapping[str, jax.Array] | None
+    self, params: Any, rows: Any, keys_B: Any, weights_W: jax.Array
   ) -> tuple[jax.Array, tuple[Terms, Stats]]:
     """Returns Σ weight · numerator; weights are the coefficients where there is one divisor."""
     terms, stats = self._loss(params, rows, keys_B)
+    if len(terms) > _MOST_TERMS:
+      raise ValueError(f"a loss of {len(terms)} terms; at most {_MOST_TERMS} are weighted")
     self.num_divisors = len({id(term.denominator) for term in terms.values()})
     numerators = [
-      _scaled(term.numerator.sum(), term.coefficient if weights is None else weights[name])
-      for name, term in terms.items()
+      _scaled(term.numerator.sum(), term.coefficient if self.num_divisors == 1 else weights_W[at])
+      for at, term in enumerate(terms.values())
     ]
     return sum(numerators[1:], numerators[0]), (OrderedDict(terms), dict(stats))
 
@@ -334,15 +343,20 @@ def _selected(
 
   Denominators do not depend on the parameters, so the compiler drops the model from their loop.
   """
-  loss_fn = _with_constants(loss, constants)
 
-  def of_microbatch(index: jax.Array) -> Any:
-    return select(*loss_fn(params, *jax.tree.map(lambda x: x[index], batch)))
+  # Traced once, for the shapes and for the loop.
+  @functools.partial(jax.jit, inline=True)
+  def of_microbatch(constants: Any, params: Any, batch: Any, index: jax.Array) -> Any:
+    return select(
+      *_with_constants(loss, constants)(params, *jax.tree.map(lambda x: x[index], batch))
+    )
+
+  given = constants, params, batch
 
   def add(index: jax.Array, total: Any) -> Any:
-    return joined(total, of_microbatch(index))
+    return joined(total, of_microbatch(*given, index))
 
-  zeros = zeros_of(jax.eval_shape(of_microbatch, jnp.int32(0)))
+  zeros = zeros_of(jax.eval_shape(of_microbatch, *given, jnp.int32(0)))
   total = jax.lax.fori_loop(0, num_microbatches, add, zeros)
   return total if axis is None else over_replicas(total, axis)
 
