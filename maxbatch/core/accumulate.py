@@ -28,7 +28,6 @@ from maxbatch.core.terms import (
   zeros_of,
 )
 
-
 _MOST_TERMS = 64
 """Of a loss: what they are weighted by is given to its gradient in an array (W,) of that length, before they
 are known."""
