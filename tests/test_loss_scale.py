@@ -122,6 +122,11 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "ici_tensor_parallelism=2",
   ),
   "streamed": ("ici_data_parallelism=2", "accumulation=streamed"),
+  "shared rows": (
+    "ici_data_parallelism=1",
+    "ici_context_parallelism=2",
+    "context_parallel_strategy=ring",
+  ),
   "pipeline": (
     "ici_data_parallelism=1",
     "ici_pipeline_parallelism=2",
@@ -130,7 +135,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "base_num_decoder_layers=2",
   ),
 }
-DEVICES = {"fsdp and tensor": 8, "streamed": 2, "pipeline": 2}
+DEVICES = {"fsdp and tensor": 8, "streamed": 2, "shared rows": 2, "pipeline": 2}
 
 
 @functools.cache
@@ -170,7 +175,7 @@ def steps(
 
 
 def overflowing(rows: Rows) -> Rows:
-  """One token of the last microbatch counts so often that its gradient is beyond float16."""
+  """One token of the last microbatch, and so of one device that has it, counts so often that its gradient is beyond float16."""
   weights = np.array(rows.weights)
   weights[-1, 3] = 1e6
   return rows._replace(weights=weights)  # pyright: ignore[reportArgumentType]

@@ -171,16 +171,21 @@ def test_a_text_does_not_depend_on_its_neighbours_their_order_or_padding():
 
 
 @pytest.mark.parametrize(
-  "sizes", [{"fsdp": 2, "tensor": 2, "expert": 2}, {"fsdp": 2, "context": 2}]
+  ("sizes", "strategy"),
+  [({"fsdp": 2, "tensor": 2, "expert": 2}, "auto"), ({"fsdp": 2, "context": 2}, "ring")],
 )
-def test_nor_on_devices_or_on_how_often_it_is_looked_at(sizes):
+def test_nor_on_devices_or_on_how_often_it_is_looked_at(sizes, strategy):
+  """Two devices that share the prompts of a row have its first and last tokens each (zigzag)."""
   devices = mesh(**sizes)
   axes = MODEL.axes()
+  model = tiny_model(
+    *MIXED, *FAMILIES["mixture"], f"context_parallel_strategy={strategy}", length=LENGTH
+  )
   divided = by_path(
     lambda path, leaf: jax.device_put(leaf, sharding(axes[path], leaf.shape, devices)),
     loud_parameters(MODEL),
   )
-  several = Sampler(MODEL, WARM, 10, LENGTH, devices, keeps_experts=True)
+  several = Sampler(model, WARM, 10, LENGTH, devices, keeps_experts=True)
   seen = list(stream(several, divided, prompts(TEXTS[:3]), LETTERS, chunk=4))
   assert [written(seen[-1], row) for row in range(3)] == together()[:3]
   # The longest text fills its row with its ninth token, where the cache ends.

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from maxbatch.config.schema import ModelConfig, query_dim, value_dim
+from maxbatch.data.rows import in_order
 from maxbatch.hardware.sharding import constrain
 from maxbatch.precision.policy import PLAIN, Policy
 
@@ -256,6 +258,18 @@ class LayerCache:
     if self._layer is None:
       return kept
     return jax.lax.dynamic_index_in_dim(kept, self._layer, keepdims=False)
+
+
+def in_row_order(cache: Cache, order_T: np.ndarray) -> Cache:
+  """Returns a cache with its first tokens, which stand in another order (`Rows.places`), as they were read."""
+  back_T = np.argsort(order_T)
+
+  def moved(x: jax.Array) -> jax.Array:
+    dim = x.ndim - 2
+    first = jax.lax.slice_in_dim(x, 0, len(back_T), axis=dim)
+    return jax.lax.dynamic_update_slice_in_dim(x, in_order(first, back_T, dim), 0, dim)
+
+  return jax.tree.map(moved, cache)
 
 
 def experts_of(cache: Cache) -> jax.Array:

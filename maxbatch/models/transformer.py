@@ -23,7 +23,7 @@ from maxbatch.models.attention import (
   attention_contexts,
   next_token_contexts,
 )
-from maxbatch.models.cache import Cache, Decode, empty_cache
+from maxbatch.models.cache import Cache, Decode, empty_cache, in_row_order
 from maxbatch.models.experts import Experts
 from maxbatch.models.forms import taken
 from maxbatch.models.layers import (
@@ -173,7 +173,7 @@ class Transformer(nnx.Module):
 
   def prefill(self, rows: Rows, places: int) -> tuple[jax.Array, Cache]:
     """Returns hidden states (B, T, D) as a call does, and a cache of so many places with these
-    tokens in the first."""
+    tokens, as they were read, in the first."""
     B = rows.inputs.shape[0]
     at = attention_contexts(self.config, rows)
     cache = empty_cache(
@@ -181,6 +181,7 @@ class Transformer(nnx.Module):
     )
     layers = self._cached_layers()
     x_BTD, cache = layers(self.embed(rows, None), at, cache, 0, is_new=True)
+    cache = cache if rows.places is None else in_row_order(cache, rows.places)
     return self.normalize(x_BTD), cache
 
   def decoder(self) -> Decode:

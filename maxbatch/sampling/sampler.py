@@ -24,8 +24,9 @@ from jax.sharding import Mesh
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LOGICAL_AXIS_RULES, constrain, put, replicated
 from maxbatch.models.cache import Cache, capped, experts_of
+from maxbatch.models.context_attention import token_order
 from maxbatch.models.layers import hidden_of
-from maxbatch.models.registry import LanguageModel, Model, Parameters, offers_cache
+from maxbatch.models.registry import LanguageModel, Model, Parameters, offers_cache, takes_any_order
 from maxbatch.sampling.choice import Choice, Vocabulary, choose, num_words, packed
 
 Arrays = TypeVar("Arrays")
@@ -263,8 +264,12 @@ def _prefill(
       segment_ids=(places_1P >= begins_B1).astype(jnp.int32),
       positions=jnp.maximum(places_1P - begins_B1, 0),
     )
+    order_P = token_order(sampler.model.config, P) if takes_any_order(bound) else None
+    last = P - 1
+    if order_P is not None:
+      rows, last = rows.in_order(order_P), int(np.argmax(order_P))
     hidden_BPD, cache = bound.prefill(rows, S)
-    state = _with_next(sampler, bound, texts, state, hidden_BPD[:, -1])
+    state = _with_next(sampler, bound, texts, state, hidden_BPD[:, last])
     return _everywhere(state), cache
 
 
