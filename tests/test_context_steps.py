@@ -21,9 +21,11 @@ from support import (
 from maxbatch.data.rows import Rows
 from maxbatch.models import context_attention
 from maxbatch.models.registry import Parameters, build_model
+from maxbatch.rl.log_probs import token_log_probs
 from maxbatch.training import metrics
 from maxbatch.training.evaluation import EvalMetrics, eval_function, eval_shardings
 from maxbatch.training.metrics import METRICS, chosen_metrics
+from maxbatch.training.model_parts import ModelParts
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.state import Measures
 from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
@@ -180,6 +182,27 @@ def test_all_devices_have_as_many_products_in_zigzag_order(ways):
     ]
   assert counts[True] == [2 * ways + 1] * ways
   assert counts[False] == [4 * device + 3 for device in range(ways)]
+
+
+@pytest.mark.parametrize(("balance", "moved"), [(True, 1), (False, 0)])
+def test_stages_and_completions_have_that_order_too(balance, moved, monkeypatch):
+  parts = trainer("rope", {"context": 2}, keys=((STRATEGY, "ring"), (BALANCE, balance)))
+  orders, in_order = [], Rows.in_order
+  monkeypatch.setattr(
+    Rows,
+    "in_order",
+    lambda rows, order_T: orders.append(order_T.tolist()) or in_order(rows, order_T),
+  )
+  zigzag_T = [*range(5), *range(15, 20), *range(5, 15)]
+  rows, model = rows_of("rope"), parts.model
+  steps = jax.tree.map(lambda x: jnp.asarray(x)[None], rows)
+  with jax.set_mesh(parts.mesh):
+    moved_rows = jax.jit(ModelParts(model, None).in_order)(steps)
+    allowed_V = np.ones(model.config.vocab_size, bool)
+    jax.eval_shape(lambda params: token_log_probs(model, params, rows, allowed_V), model.shapes())
+  wanted = rows.inputs[:, zigzag_T if moved else slice(T)]
+  np.testing.assert_array_equal(moved_rows.inputs[0], wanted)
+  assert orders == [zigzag_T] * 2 * moved
 
 
 @functools.cache

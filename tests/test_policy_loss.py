@@ -113,7 +113,11 @@ def test_a_step_on_completions_is_one_of_their_plain_sums():
   [
     (4, 1, ()),
     (16, 8, ("ici_fsdp_parallelism=4",)),
-    (8, 8, ("ici_fsdp_parallelism=2", "ici_context_parallelism=4")),
+    (
+      8,
+      8,
+      ("ici_fsdp_parallelism=4", "ici_context_parallelism=2", "context_parallel_strategy=ring"),
+    ),
   ],
 )
 def test_a_step_does_not_depend_on_how_its_completions_are_split(micro, num_devices, keys):

@@ -188,8 +188,7 @@ def _check_context(config: Config, mesh: Topology) -> None:
       f"{tensor} × the {ways} devices that share the tokens of a row {keys}; use "
       "context_parallel_strategy=ring, all_gather or auto"
     )
-  is_text = config.pipeline.pipeline_schedule == "none" and not is_rl(config.rl)
-  in_halves = is_text and strategy != "ulysses" and config.model.context_parallel_load_balance
+  in_halves = strategy != "ulysses" and config.model.context_parallel_load_balance
   unit = 2 * ways if in_halves else ways
   if length % unit:
     near = " or ".join(str(size) for size in nearest_multiples(unit, Fraction(length)))

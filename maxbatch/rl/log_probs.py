@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.core.terms import Stats, Terms
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import Rows, in_order
 from maxbatch.hardware.shard_maps import over_rows
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models.layers import outputs_of
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.sampling.choice import unpacked
+from maxbatch.training.loss import row_order
 from maxbatch.training.tiles import cut_tokens, num_tiles, scan_tiles
 
 _NEVER = -1e30
@@ -74,6 +75,10 @@ def row_log_probs(
       probability; None: all that are allowed.
   """
   bound, config = model.bind(parameters), model.config
+  order_T = row_order(model, rows)
+  if order_T is not None:
+    rows = rows.in_order(order_T)
+    kept_BTW = None if kept_BTW is None else in_order(kept_BTW, order_T)
   hidden_BTD, terms, stats = outputs_of(bound(rows, None))
   tiles = num_tiles(config, *hidden_BTD.shape[:2])
   options = functools.partial(
@@ -96,6 +101,11 @@ def row_log_probs(
     matrix_DV = bound.output_matrix()
     given = hidden_BTD, rows.targets, rows.weights, *(() if kept_BTW is None else (kept_BTW,))
     log_probs = over_rows(of_rows, matrix_DV, ("embed", "vocab"), *given)
+    if (
+      order_T is not None
+    ):  # The objective knows rows as they are read: a number of each token goes back.
+      back_T = np.argsort(order_T)
+      log_probs = jax.tree.map(lambda x_BT: in_order(x_BT, back_T), log_probs)
     return RowLogProbs(log_probs, terms, stats)
 
 

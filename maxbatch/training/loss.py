@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxbatch.core.rows import sample_keys
 from maxbatch.core.terms import Stats, Terms
@@ -95,6 +96,17 @@ def row_keys(model: Model, dropout_key: jax.Array | None, rows: Rows) -> jax.Arr
   return (jax.vmap(keys) if rows.sample_ids.ndim == 2 else keys)(rows.sample_ids)
 
 
+def row_order(model: Model, rows: Rows) -> np.ndarray | None:
+  """Returns the order in which the model is given the tokens of rows, `token_order`; None: as they are read."""
+  order_T = token_order(model.config, rows.inputs.shape[-1])
+  return None if order_T is None or not _takes_any_order(model) else order_T
+
+
+@functools.lru_cache(8)
+def _takes_any_order(model: Model) -> bool:
+  return takes_any_order(model.bind(model.shapes()))
+
+
 class RowSums(NamedTuple):
   """What some rows contribute to the loss, and what the model itself hands out."""
 
@@ -123,8 +135,8 @@ def row_sums(
     is_training: whether z-loss is added.
   """
   bound = model.bind(parameters, probes)
-  order_T = token_order(model.config, rows.inputs.shape[1])
-  if order_T is not None and takes_any_order(bound):
+  order_T = row_order(model, rows)
+  if order_T is not None:
     rows = rows.in_order(order_T)
   hidden_BTD, terms, stats = outputs_of(bound(rows, keys_B))
   options = loss_options(model, *hidden_BTD.shape[:2], is_training=is_training, metrics=metrics)

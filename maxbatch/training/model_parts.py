@@ -32,7 +32,7 @@ from maxbatch.models.layers import Outputs, outputs_of, whole_sums
 from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
-from maxbatch.training.loss import LossSums, cross_entropy_parts, loss_options
+from maxbatch.training.loss import LossSums, cross_entropy_parts, loss_options, row_order
 from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.objective import LOSS, zero_model_sums
 from maxbatch.training.optimizer import parameter_of
@@ -74,7 +74,7 @@ class ModelParts:
 
   def embed(self, layers: FlatParams, rest: FlatParams, rows: Rows) -> jax.Array:
     """Returns the input of the first layer: (R, T, D)."""
-    return self._bind(layers, rest).embed(rows, self._dropout_keys(rows))
+    return self._bind(layers, rest).embed(self._placed(rows), self._dropout_keys(rows))
 
   def apply_layers(
     self, layers: FlatParams, rest: FlatParams, x_RTD: jax.Array, rows: Rows, first_layer: jax.Array
@@ -85,7 +85,9 @@ class ModelParts:
     """
     keys_R = self._dropout_keys(rows)
     bound = self._bind(layers, rest)
-    y_RTD, terms, stats = outputs_of(bound.apply_layers(x_RTD, rows, keys_R, first_layer))
+    y_RTD, terms, stats = outputs_of(
+      bound.apply_layers(x_RTD, self._placed(rows), keys_R, first_layer)
+    )
     return Outputs(y_RTD, *whole_sums(terms, stats))
 
   def loss(
@@ -121,6 +123,20 @@ class ModelParts:
     )
     model = build_model(wider, length, trainable=self.model.trainable, policy=self.model.policy)
     return dataclasses.replace(self, model=model)
+
+  def in_order(self, rows: Rows) -> Rows:
+    """Returns accumulation steps (k, B, T) with the tokens of rows in the order in which all parts take them."""
+    order_T = self._order(rows)
+    if order_T is None:
+      return rows
+    return jax.vmap(lambda rows: rows.in_order(order_T)._replace(places=None))(rows)
+
+  def _placed(self, rows: Rows) -> Rows:
+    """Returns rows that say where their tokens were read; while parts hand them on they are arrays alone."""
+    return rows._replace(places=self._order(rows))
+
+  def _order(self, rows: Rows) -> np.ndarray | None:
+    return row_order(self.model, rows)
 
   def _bind(self, layers: FlatParams, rest: FlatParams) -> LayeredModel:
     return bind_layered(self.model, merge_layers(layers, rest))

@@ -205,7 +205,7 @@ def _local_gradients(
 ) -> tuple[FlatParams, FlatParams, Sums, StageSums, Squares | None]:
   """Runs one stage of one replica, and sums its results over stages and replicas as needed."""
   layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
-  microbatch = split_microbatches(rows, pipeline.num_pipeline_microbatches)
+  microbatch = split_microbatches(parts.in_order(rows), pipeline.num_pipeline_microbatches)
   stash = _make_stash(parts, pipeline, layers, rest, microbatch)
   own, d_terms = zero_stage_sums(parts.model), {}
   if own.terms:
@@ -246,7 +246,7 @@ def _local_sums(
 ) -> Sums:
   """Runs the forwards of one stage of one replica, and sums its results over both."""
   layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
-  microbatch = split_microbatches(_pad_rows(rows, sizes), sizes.microbatches)
+  microbatch = split_microbatches(parts.in_order(_pad_rows(rows, sizes)), sizes.microbatches)
   stash = NoStash(parts, rest)
   stage = PipelineStage(parts, pipeline, stage_index[0], layers, rest, microbatch, ticks, stash)
   return lax.psum(stage.run({}, {}).sums, ("data", "stage"))
