@@ -456,3 +456,7 @@ def test_a_run_with_a_budget_and_no_size_begins_with_the_offer_to_choose(
   assert last == "prepared"
   assert command.main([*keys, "validate_only=true", "gradient_accumulation_steps=1"]) == 0
   assert "Auto" not in capsys.readouterr().out
+  # Nothing is offered for a slice that there is none of.
+  wrong = [*keys, "micro_batch_size=-1", "compile_topology=v5e-17", "validate_only=true"]
+  assert command.main(wrong) == 2
+  assert "Auto" not in capsys.readouterr().out

@@ -83,12 +83,14 @@ def purpose_of(config: Config, arguments: Sequence[str] = ()) -> Purpose:
     UserError: keys that exclude each other, a run on devices that are not here, keys without
       effect, or a file that a compiled step would replace.
   """
+  keys = config.compile
+  if keys.compile_topology:  # Nothing is offered for what is no slice.
+    slice_named(keys.compile_topology, keys.compile_topology_num_slices)
   lines = list(without_effect(config))
   if arguments and (offer := offer_of_auto(config, arguments)):
     lines.append(f"Auto  {offer}")
   if is_first_process(config.distributed):
     print(for_screen("".join(f"{line}\n" for line in lines)), end="", flush=True)
-  keys = config.compile
   if keys.validate_only and keys.compile_only:
     raise UserError(
       "validate_only=true and compile_only=true: only one can be set; validate_only=true takes "
@@ -96,9 +98,6 @@ def purpose_of(config: Config, arguments: Sequence[str] = ()) -> Purpose:
     )
   instead = keys.validate_only or keys.compile_only
   if keys.compile_topology and not instead:
-    slice_named(
-      keys.compile_topology, keys.compile_topology_num_slices
-    )  # Refuses what is no slice.
     raise UserError(
       f"compile_topology={keys.compile_topology} names devices that this machine does not have, "
       "so nothing can run on them; compile for them with compile_only=true, or check with validate_only=true"
