@@ -1,6 +1,7 @@
 """The layer of experts: what it computes, beside every expert at every token, and what it refuses."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -19,7 +20,7 @@ from maxbatch.config.schema import attention_width
 from maxbatch.data.rows import Routes
 from maxbatch.errors import UserError
 from maxbatch.estimate.step_work import step_work
-from maxbatch.models import forms, grouped
+from maxbatch.models import forms, group_kernels, grouped
 from maxbatch.models.attention import AttentionContext
 from maxbatch.models.experts import BALANCE, FLIPS, TOKENS, Experts, Routed, route
 from maxbatch.models.grouped import block_size, num_slots, slots_of
@@ -102,7 +103,39 @@ def test_tokens_see_their_experts_and_no_token_is_dropped(form, is_for_tpu, monk
   """As they are multiplied on CPUs, and as on TPUs."""
   for module in (forms, grouped):
     monkeypatch.setattr(module, "is_for_tpu", lambda: is_for_tpu)
+  interpreted = functools.partial(group_kernels.grouped, interpret=True)
+  monkeypatch.setattr(group_kernels, "grouped", interpreted)
   assert_tokens_see_their_experts(form)
+
+
+@pytest.mark.parametrize("form", ["Mixtral's", "gpt-oss's"])
+def test_on_tpus_parts_of_the_experts_add_up_to_all(form, monkeypatch):
+  """Gradients too, though a kernel writes nothing where a slot holds no token of its experts."""
+  interpreted = functools.partial(group_kernels.grouped, interpret=True)
+  monkeypatch.setattr(group_kernels, "grouped", interpreted)
+  _, graph, state = layer(**FORMS[form])
+  experts = nnx.merge(graph, state)
+  x_BTD, d_BTD = jax.random.normal(jax.random.key(1), (2, B, T, D))
+  chosen_TK = jax.random.randint(jax.random.key(2), (B * T, K), 0, E).at[:, 1].set(E - 1)
+
+  def of_parts(state, x_BTD, parts):
+    parameters = {
+      name: x
+      for name, (x, _) in nnx.merge(graph, state)._parameters().items()
+      if "router" not in name
+    }
+    held = [{name: x[part] for name, x in parameters.items()} for part in parts]
+    y = [experts.of_tokens(each, x_BTD.reshape(-1, D), chosen_TK, weight_TK) for each in held]
+    return (jnp.stack(y).sum(0).reshape(d_BTD.shape) * d_BTD).sum()
+
+  weight_TK = jnp.linspace(0.1, 1, B * T * K).reshape(-1, K)
+  differentiated = jax.value_and_grad(of_parts, argnums=(0, 1))
+  expected = differentiated(state, x_BTD, [slice(0, E)])
+  for module in (forms, grouped):
+    monkeypatch.setattr(module, "is_for_tpu", lambda: True)
+  found = differentiated(state, x_BTD, [slice(0, 2), slice(2, E)])
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * float(jnp.abs(b).max()))
 
 
 def assert_tokens_see_their_experts(form):

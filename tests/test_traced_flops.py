@@ -5,6 +5,7 @@ head, M width inside the feed-forward, V vocabulary.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token, step
 from maxbatch.config.load import load_config
 from maxbatch.data.registry import build_dataset
 from maxbatch.hardware.devices import topology_devices
-from maxbatch.models import flash
+from maxbatch.models import flash, group_kernels
 from maxbatch.models.registry import build_model
 from maxbatch.training.build import build_trainer, step_rows, traced_step
 
@@ -289,6 +290,19 @@ def test_a_grouped_product_multiplies_each_row_with_one_matrix_in_both_passes():
 
   both = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(x, w)
   assert step_flops(both) == StepFlops(0, 3 * 2 * rows * width * out)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_a_kernel_by_groups_counts_the_rows_expected_in_any(share):
+  x, w = jnp.ones((48, 8)), jnp.ones((4, 8, 16))
+  sizes = jnp.full(4, int(share * 12))
+
+  def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+    y: Any = group_kernels.grouped(x, w, sizes, False, share, True)
+    return y.sum()
+
+  both = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(x, w)
+  assert step_flops(both) == StepFlops(0, 3 * 2 * share * 48 * 8 * 16)
 
 
 @pytest.mark.parametrize("is_read", [False, True])

@@ -136,7 +136,8 @@ def _of_equation(equation: Any, is_used: Iterable[bool]) -> _Places:
   if name == "ragged_dot_general":
     return {(False, EVERY_TICK): _grouped(equation)}
   if name == "pallas_call":
-    return {(False, EVERY_TICK): _splash(equation)}
+    stated = equation.params["cost_estimate"]
+    return {(False, EVERY_TICK): stated.flops if stated and stated.flops else _splash(equation)}
   if name.startswith("dot_product_attention_"):
     return {(False, EVERY_TICK): _cudnn(equation)}
   if name == "while":

@@ -76,6 +76,7 @@ def by_device(
   function: Callable[..., tuple[jax.Array, Any, Any]],
   parameters: Mapping[str, tuple[jax.Array, LogicalAxes]],
   *rows: jax.Array,
+  is_kernel: bool = False,
 ) -> tuple[jax.Array, Any, Any]:
   """Runs `function(parameters, *rows)` on each device for its own rows, tokens of them, experts, and part
   of a layer's width.
@@ -91,8 +92,11 @@ def by_device(
     parameters: with their logical axes, of which `mlp` is the width, and a leading `expert` that of
       arrays whose experts are divided.
     rows: arrays (B, T, …).
+    is_kernel: whether it runs kernels, which the compiler divides along no axis: all that are left are then
+      taken.
   """
-  sizes = auto_axis_sizes()
+  sizes, mesh = auto_axis_sizes(), jax.sharding.get_abstract_mesh()
+  left = set(mesh.axis_names) - set(mesh.manual_axes) if is_kernel and mesh.size > 1 else set[str]()
   if rows[0].shape[0] % math.prod(sizes.get(name, 1) for name in BATCH_AXES):
     sizes = dict.fromkeys(sizes, 1)
   if rows[0].shape[1] % sizes["context"]:
@@ -106,7 +110,7 @@ def by_device(
   shares = 1 if any(width % sizes["tensor"] for width in widths) else sizes["tensor"]
   used = {name for name in (*BATCH_AXES, "context") if sizes.get(name, 1) > 1}
   used |= {"tensor"} if shares > 1 else set()
-  if not used:
+  if not used | left:
     return function({name: x for name, (x, _) in parameters.items()}, *rows)
 
   def place(x: jax.Array, axes: LogicalAxes) -> PartitionSpec:
@@ -141,7 +145,7 @@ def by_device(
     local,
     in_specs=(places, *(by_share for _ in rows)),
     out_specs=(by_share, tokens, tokens),
-    axis_names=used,
+    axis_names=used | left,
     check_vma=False,
   )({name: sent(name) for name in parameters}, *copies)
   return parts_.sum(0), jax.tree.map(lambda x: x.sum(1, dtype=x.dtype), sums), of_tokens

@@ -25,7 +25,7 @@ from maxbatch.data.rows import Routes
 from maxbatch.hardware.shard_maps import by_device, ring_gathered, ring_summed
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models.attention import AttentionContext
-from maxbatch.models.forms import as_multiplied, barrier_gradients, gelu
+from maxbatch.models.forms import as_multiplied, barrier_gradients, gelu, is_for_tpu
 from maxbatch.models.grouped import (
   Slots,
   beyond,
@@ -126,7 +126,8 @@ class Experts(nnx.Module):
     if routes is not None:
       rows = (*rows, routes.experts)
     of_rows = functools.partial(self._of_rows, replays=routes is not None and routes.is_replayed)
-    y_BTD, of_rows, chosen_BTK = by_device(of_rows, self._parameters(), *rows)
+    parameters = self._parameters()
+    y_BTD, of_rows, chosen_BTK = by_device(of_rows, parameters, *rows, is_kernel=is_for_tpu())
     if at.cache is not None:
       at.cache.put_experts(chosen_BTK)
     if self.shared is not None:

@@ -252,24 +252,6 @@ def as_multiplied(parameters: dict[str, Stored]) -> dict[str, Stored]:
 
 
 @jax.custom_vjp
-def turned_product(h_SF: jax.Array, matrix_EDF: jax.Array, tokens_E: jax.Array) -> jax.Array:
-  """Returns tokens (S, F) in the order of their experts, multiplied by turned matrices: (S, D)."""
-  dims = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-  return lax.ragged_dot_general(h_SF, matrix_EDF, tokens_E, dims)
-
-
-def _turned_backward(kept: tuple[jax.Array, jax.Array, jax.Array], d_SD: jax.Array):
-  h_SF, matrix_EDF, tokens_E = kept
-  dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-  # jax's own gives (E, F, D), which would have to be turned.
-  d_EDF = lax.ragged_dot_general(d_SD, h_SF, tokens_E, dims)
-  return lax.ragged_dot(d_SD, matrix_EDF, tokens_E), d_EDF, None
-
-
-turned_product.defvjp(lambda *given: (turned_product(*given), given), _turned_backward)
-
-
-@jax.custom_vjp
 def by_blocks(
   x_SD: jax.Array,
   matrix_EDF: jax.Array,

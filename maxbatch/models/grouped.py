@@ -4,9 +4,10 @@ T tokens, K experts of each, E experts, N = T·K assignments of tokens to expert
 in the order of their experts, D and F width of a matrix's inputs and outputs. Of E experts a device may
 hold some; assignments to others have no slot.
 
-On TPU `ragged_dot` multiplies the slots. Elsewhere it expands to a product of every token with every
-expert, so each expert's slots are filled up to whole blocks of M, and each block is multiplied by the
-matrix of its expert. Tokens are gathered in both passes: nothing is added in an order that could change.
+On TPU a kernel multiplies the slots (models/group_kernels.py). jax's `ragged_dot` expands to a product of
+every token with every expert, on v6e too. Elsewhere each expert's slots are filled up to whole blocks of M,
+and each block is multiplied by the matrix of its expert. Tokens are gathered in both passes: nothing is added
+in an order that could change.
 
 A GPU would copy the matrix for each block. There every expert has C slots, a little more than an even
 share of the tokens, and all are multiplied in one product of batches. What is sent to an expert beyond
@@ -22,7 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxbatch.models.forms import by_blocks, is_for_gpu, is_for_tpu, turned_product
+from maxbatch.models import group_kernels
+from maxbatch.models.forms import by_blocks, is_for_gpu, is_for_tpu
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 256, 8
 BEYOND_BLOCK = 512
@@ -44,7 +46,7 @@ class Slots(NamedTuple):
   expert_of_block: jax.Array
   """int32[S/M]: the expert of each block."""
   tokens_E: jax.Array
-  """int32: the assignments of each expert that is held."""
+  """int32: the assignments of each expert that is held; on TPU zeros for all others follow."""
   blocks: jax.Array | None
   """int32: blocks with assignments, which come first; None: nearly all have."""
   order_N: jax.Array | None = None
@@ -94,6 +96,7 @@ def slots_of(chosen_TK: jax.Array, num_experts: int, held_E: jax.Array | None = 
     is_used_N = None if held == num_experts else sorted_N < held
     slot_N = jnp.arange(N) if is_used_N is None else jnp.where(is_used_N, jnp.arange(N), N)
     slot_TK = _by_assignment(slot_N, order_N, K)
+    tokens_E = jnp.pad(tokens_E, (0, num_experts - held))
     return Slots(slot_TK, order_N, is_used_N, jnp.minimum(sorted_N, held - 1), tokens_E, None)
   starts_E = ends_E - tokens_E
   block_ends_E = jnp.arange(1, held + 1) if C else jnp.cumsum(-(-tokens_E // M))
@@ -187,12 +190,20 @@ def grouped_product(
 ) -> jax.Array:
   """Returns each slot multiplied by the matrix of its expert: (S, D), (E, D, F) → (S, F).
 
-  The matrices down, the last of a layer, are as `as_multiplied` gives them.
+  The matrices down, the last of a layer, are as `as_multiplied` gives them. On TPU empty slots may become
+  anything.
   """
   if is_for_tpu():
-    if is_last:
-      return turned_product(x_SD, matrix_EDF, slots.tokens_E)
-    return lax.ragged_dot(x_SD, matrix_EDF, slots.tokens_E)
+    wide = (
+      jnp.float32 if x_SD.dtype == jnp.float16 else x_SD.dtype
+    )  # Of 16 bits kernels take bfloat16.
+    held, all_experts = len(matrix_EDF), len(slots.tokens_E)
+    y_SF: Any = group_kernels.grouped(
+      *(x_SD.astype(wide), matrix_EDF.astype(wide), slots.tokens_E[:held]),
+      is_last,
+      held / all_experts,
+    )
+    return y_SF.astype(x_SD.dtype)
   if slots.order_N is not None:
     x_ECD = x_SD.reshape(matrix_EDF.shape[0], -1, x_SD.shape[-1])
     return jnp.matmul(x_ECD, matrix_EDF).reshape(x_SD.shape[0], -1)
@@ -203,7 +214,8 @@ def grouped_bias(bias_EF: jax.Array, slots: Slots) -> jax.Array:
   """Returns the bias of each slot's expert: (E, F) → (S, F)."""
   blocks = len(slots.expert_of_block)
   if blocks == len(slots.assignment_S):
-    return bias_EF[slots.expert_of_block]
+    bias_SF, is_used_S = bias_EF[slots.expert_of_block], slots.is_used_S
+    return bias_SF if is_used_S is None else jnp.where(is_used_S[:, None], bias_SF, 0)
   # One row for a block, so that the gradient adds blocks and not slots.
   return jnp.repeat(bias_EF[slots.expert_of_block], len(slots.assignment_S) // blocks, axis=0)
 
