@@ -10,21 +10,31 @@ import numpy as np
 import pytest
 from grpo_metrics import metric_values
 from initial_states import initial_state, random_parameters
-from support import relative_errors
+from pipelined import CUTS, PASSES, Case
+from support import mesh, relative_errors
 from test_grpo import ALLOWED_V, B, T, completions_of
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.terms import joined
 from maxbatch.data.rows import Routes
 from maxbatch.models.experts import FLIPS
+from maxbatch.models.registry import build_model
+from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.grpo import Objective, grpo_sums
 from maxbatch.rl.log_probs import token_log_probs
 from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.sampling.choice import num_words, packed
 from maxbatch.training.build import build_trainer
-from maxbatch.training.state import TrainState
+from maxbatch.training.loss import TokenShare
+from maxbatch.training.metrics import NO_METRICS
+from maxbatch.training.model_parts import to_layer_order, to_stage_order
+from maxbatch.training.objective import LOSS as LOSS_NAME
+from maxbatch.training.partial_sums import AT_ONCE, joined_sums
+from maxbatch.training.pipelined_step import pipelined_accumulate
+from maxbatch.training.state import Measures, TrainState
 from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
 
 GOAL = Objective("dapo", 0.05, 0.2, 0.28, 2.0, T - 5)
@@ -106,6 +116,79 @@ def test_a_step_on_completions_is_one_of_their_plain_sums():
   assert float(metrics.loss) == pytest.approx(float(sums.loss / sums.weight), rel=1e-6)
   for name, value in metric_values(sums).items():
     assert float(metrics.metrics[name]) == pytest.approx(float(value), rel=1e-5), name
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_a_loss_does_not_depend_on_how_its_tokens_are_shared(loss_type):
+  """Three stages have five of 12 tokens each, of which the last ones are filled up."""
+  loss = dataclasses.replace(LOSS, objective=dataclasses.replace(GOAL, loss_type=loss_type))
+  model, completions = build_model(config_of(B).model, T), cut_completions()
+  random = np.random.default_rng(9)
+  hidden_BTD = random.normal(size=(B, T, 16)).astype(np.float32)
+  matrix_DV = 0.1 * random.normal(size=(16, V)).astype(np.float32)
+
+  def summed(given, shares: int):
+    terms, all_stats = jnp.zeros(2), []
+    for index in range(shares):
+
+      def cut(x_BT, at=index):
+        ends = [(0, 0), (0, -T % shares)] + [(0, 0)] * (x_BT.ndim - 2)
+        return jnp.split(jnp.pad(x_BT, ends), shares, 1)[at]
+
+      options = {"cut": cut, "counts_rows": jnp.bool_(index == 0)} if shares > 1 else {}
+      share = TokenShare(model, cut(given[0]), given[1], **options, form=AT_ONCE)
+      term, stats = loss.of_share(share, completions, NO_METRICS)
+      terms += jnp.stack([term.numerator, term.denominator])
+      all_stats.append(stats)
+    return terms[0], (terms, functools.reduce(joined, all_stats))
+
+  of_shares = jax.jit(jax.grad(summed, has_aux=True), static_argnums=1)
+  whole, shared = (of_shares((hidden_BTD, matrix_DV), shares) for shares in (1, 3))
+  assert max(relative_errors(dict(enumerate(shared[0])), dict(enumerate(whole[0]))).values()) < 1e-6
+  assert all(np.abs(leaf).max() > 0 for leaf in whole[0])
+  for one, other in zip(*(jax.tree.leaves(each[1]) for each in (shared, whole)), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+SCHEDULES = {1: ("gpipe", "1f1b"), 2: ("circular", "interleaved_1f1b")}
+
+
+@pytest.mark.parametrize("repeats", SCHEDULES)
+def test_the_loss_of_a_pipeline_s_stages_is_that_of_whole_completions(repeats):
+  """One program runs both timetables, on two replicas, of which microbatches have a row each."""
+  case, layers = Case(repeats=repeats, axes=(2, 1, 1)), 4
+  model = build_model(config_of(B, f"base_num_decoder_layers={layers}").model, T)
+  params, completions = random_parameters(model), cut_completions()
+  whole = functools.partial(LOSS, model, metrics=NO_METRICS, keys_B=None, probes={})
+
+  def loss(params):
+    terms, stats = whole(parameters=params, microbatch=completions)
+    return terms[LOSS_NAME].numerator.sum(), (terms, stats)
+
+  expected = jax.jit(jax.grad(loss, has_aux=True))(params)
+  sizes = layers // 2 // repeats, CUTS, PASSES, PASSES, 1, 1
+  pipeline = Pipeline("", 2, repeats, *sizes, (CUTS,), 1)
+  devices = mesh(2, stage=2)
+  measures = Measures(LOSS.metrics(NO_METRICS))
+  accumulate = pipelined_accumulate(
+    model, pipeline, devices, measures=measures, capacity=case.capacity, loss=LOSS
+  )
+
+  @jax.jit
+  def pipelined(params, batch, ticks):
+    with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
+      result = accumulate(params, batch, ticks)
+      (terms, stats), _ = joined_sums((result.terms, result.stats), jnp.zeros((1, 1)))
+      return result.gradients, (terms, stats)
+
+  batch = jax.tree.map(lambda x: np.reshape(x, (PASSES, -1, *x.shape[1:])), completions)
+  staged = jax.device_get(to_stage_order(model, pipeline, jax.device_put(params)))
+  for schedule in SCHEDULES[repeats]:
+    gradients, sums = pipelined(staged, batch, case.ticks(schedule, CUTS * PASSES))
+    gradients = to_layer_order(model, pipeline, gradients)
+    assert max(relative_errors(gradients, expected[0]).values()) < 1e-6
+    for one, other in zip(*(jax.tree.leaves(each) for each in (sums, expected[1])), strict=True):
+      np.testing.assert_allclose(one, np.sum(other), rtol=2e-6)
 
 
 @pytest.mark.parametrize(

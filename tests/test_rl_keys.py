@@ -17,9 +17,7 @@ REFUSED = {
     grain_prefetch_buffer_size=3 grain_per_worker_buffer_size=3 expansion_factor_real_data=2
     eval_per_device_batch_size=1 per_device_batch_size_start=2 per_device_batch_size_increment=2
     global_rampup_samples=9 batch_schedule_file=x batch_schedule_unit=steps batch_schedule_length=9
-    batch_size_start=8 batch_size_increment=8 gns_max_batch_size=64 pipeline_schedule=gpipe
-    num_pipeline_microbatches=2 num_pipeline_repeats=2 num_layers_per_pipeline_stage=1
-    pipeline_delay_activation_forwarding=true pipeline_saved_activations=residuals
+    batch_size_start=8 batch_size_increment=8 gns_max_batch_size=64
     accumulation=fused dropout_rate=0.1 z_loss_multiplier=0.1 load_full_state_path=x
     precision_report=true""",
   "rl_task=format": """dataset_type=grain eval_fraction=0.1 max_bad_records=1
@@ -46,6 +44,7 @@ EFFECTIVE = f"""
   micro_batch_size gradient_accumulation_steps max_target_length
   {" ".join(declared(schema.MeshConfig))}
   {" ".join(declared(schema.DistributedConfig))}
+  {" ".join(declared(schema.PipelineConfig))}
   validate_only compile_only compile_topology compile_topology_num_slices
   compile_topology_network_gbps jax_cache_dir
   compiled_step save_compiled_step compiler_flags

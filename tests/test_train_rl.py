@@ -232,6 +232,26 @@ def test_devices_that_only_sample_change_nothing_but_rounding(whole):
       assert ours[name] == theirs[name], name
 
 
+def test_a_pipeline_s_run_is_one_without_it_to_rounding(tmp_path):
+  """With repeats: what samples takes the layers in the model's order. It is stopped after two steps, saves
+  two policies, and goes on without a pipeline."""
+  more = ["base_num_decoder_layers=4", "grpo_beta=0.1", "rollout_staleness=1"]
+  more += ["opt_type=sgd", "sgd_momentum=0", "learning_rate=0.1"]
+  stages = ["pipeline_schedule=interleaved_1f1b", "ici_pipeline_parallelism=2"]
+  stages += ["num_pipeline_repeats=2", "ici_fsdp_parallelism=2", "ici_data_parallelism=2"]
+  expected = run(tmp_path, "run_name=whole", *more)
+  run(tmp_path, "run_name=run", *more, *stages, "steps=2")
+  parameters = run(tmp_path, "run_name=run", *more, "steps=3")
+  for ours, theirs in zip(parameters, expected, strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+  for ours, theirs in zip(figures(tmp_path)[1:], figures(tmp_path, "whole")[1:], strict=True):
+    for name in ("rl/reward", "rl/completion_length", "rl/truncated", "rl/skipped_microbatches"):
+      assert ours[name] == theirs[name], name
+    for name in ("loss", "grad_norm", "rl/kl", "rl/entropy"):
+      assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+    assert ours[LARGEST_GAP] < 1e-4 or ours["step"] > 1
+
+
 def test_devices_that_only_sample_do_not_wait_for_training(prompts, tmp_path, monkeypatch):
   """Nor does training wait for them: a microbatch is trained on while the next is sampled."""
   sample, take = MicrobatchMaker.sample, RolloutLoader.__next__
@@ -479,6 +499,10 @@ def test_one_token_that_rounding_sends_to_another_expert_stops_no_run():
     (["warm_start_steps=3", "load_parameters_path=x"], "warm_start_steps=3"),
     (["dropout_rate=0.1"], "dropout_rate=0.1"),
     (["gns=all"], "gns=all"),
+    (
+      ["pipeline_schedule=gpipe", "gns_from_microbatches=true"],
+      "in a pipeline no stage has the gradient of a half by itself",
+    ),
   ],
 )
 def test_what_a_run_cannot_do_is_refused_by_name(keys, said):

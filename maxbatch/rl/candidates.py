@@ -1,15 +1,17 @@
 """The microbatch sizes that a run of reinforcement learning may choose from; needs no jax."""
 
 import dataclasses
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import ClassVar
 
-from maxbatch.batch.rl_plan import RLPlan, plan_rl
+from maxbatch.batch.rl_plan import RLPlan, in_samples, plan_rl
 from maxbatch.batch.rl_sizes import halving_micro_batch_sizes, micro_batch_sizes
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
+from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.tuning.candidates import (
   LEAST_TOKENS,
   Candidate,
@@ -71,6 +73,7 @@ def rl_sizes_of(config: Config, training: Topology) -> tuple[RLCandidate, ...]:
       f"{whole.completions_per_step:,} completions be halved and compared; for example "
       "gns_from_microbatches=false"
     )
+  plans = _divided(config, plans)
   allowed = [
     RLCandidate(
       per_device=plan.batch_plan.per_device(plan.micro_batch),
@@ -84,6 +87,40 @@ def rl_sizes_of(config: Config, training: Topology) -> tuple[RLCandidate, ...]:
     for plan in plans
   ]
   return in_range(config.batch.micro_batch_size, allowed)
+
+
+def _divided(config: Config, plans: Sequence[RLPlan]) -> list[RLPlan]:
+  """Returns the plans whose microbatches the pipeline, if there is one, can divide."""
+  result, problem = [], None
+  for plan in plans:
+    try:
+      with_fewest_pipeline_microbatches(in_samples(config, plan), plan)
+    except UserError as error:
+      problem = problem or error
+    else:
+      result.append(plan)
+  if problem and not result:
+    raise UserError(f"{asked(config.batch)}: no size works; the smallest: {problem}")
+  return result
+
+
+def with_fewest_pipeline_microbatches(config: Config, plan: RLPlan) -> tuple[Config, list[str]]:
+  """Returns a configuration that counts completions with num_pipeline_microbatches, and a line if it was open.
+
+  Raises:
+    UserError: the pipeline cannot divide the layers, or a microbatch.
+  """
+  if config.pipeline.pipeline_schedule == "none":
+    return config, []
+  pipeline = pipeline_of(config, plan.topology.training, plan.batch_plan)
+  count = pipeline.num_pipeline_microbatches
+  keys = dataclasses.replace(config.pipeline, num_pipeline_microbatches=count)
+  listed = ", ".join(map(str, pipeline.choices))
+  line = (
+    f"num_pipeline_microbatches=-1: {count}, the fewest of {listed}; reinforcement learning does not time "
+    "the others"
+  )
+  return dataclasses.replace(config, pipeline=keys), [line] if pipeline.is_open else []
 
 
 def _planned(config: Config, training: Topology, whole: RLPlan, size: int) -> RLPlan | None:

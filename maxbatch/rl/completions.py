@@ -3,12 +3,13 @@
 B completions, P places of prompts, N of completions, T tokens of a row.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from maxbatch.data.rows import Routes, Rows
+from maxbatch.data.rows import Routes, Rows, in_order, whole_in_order
 
 
 class Rollout(NamedTuple):
@@ -44,6 +45,23 @@ class Completions(NamedTuple):
   kept_BTW: jax.Array | None = None
   """uint32: bits of the tokens from which each target was chosen, all of which a probability is of
   (sampling/choice.py); None: all that are allowed."""
+
+  def in_order(self, order_T: np.ndarray) -> "Completions":
+    """Returns completions (B, T) with their tokens in another order, as `Rows.in_order`, without `Rows.places`."""
+
+    def moved(x_BT: jax.Array) -> jax.Array:
+      return whole_in_order(x_BT, order_T) if x_BT.ndim == 2 else in_order(x_BT, order_T)
+
+    rows = self.rows.in_order(order_T)._replace(places=None)
+    return self.of_tokens(moved)._replace(rows=rows)
+
+  def of_tokens(self, function: Callable[[jax.Array], jax.Array]) -> "Completions":
+    """Returns what the loss takes of tokens, by a function of each array (B, T, …)."""
+    names = ("behaviour_BT", "proximal_BT", "reference_BT", "kept_BTW")
+    arrays = {name: x for name in names if (x := self._asdict()[name]) is not None}
+    targets, weights = function(self.rows.targets), function(self.rows.weights)
+    rows = self.rows._replace(targets=targets, weights=weights)
+    return self._replace(rows=rows, **{name: function(x) for name, x in arrays.items()})
 
 
 def make_completions(

@@ -87,13 +87,19 @@ class GrpoSums(NamedTuple):
     return summed._replace(largest_gap=jnp.maximum(self.largest_gap, other.largest_gap))
 
 
-def grpo_sums(result: LogProbs, completions: Completions, objective: Objective) -> GrpoSums:
+def grpo_sums(
+  result: LogProbs,
+  completions: Completions,
+  objective: Objective,
+  own_sizes: "Sizes | None" = None,
+) -> GrpoSums:
   """Sums the loss and the metrics of some completions; differentiate `loss`.
 
   Args:
     result: log-probabilities and entropies of the targets by the policy that is trained.
-    completions: the completions.
+    completions: the completions, or some of their tokens.
     objective: the loss.
+    own_sizes: of the completions, where these are some of their tokens; None: these are all.
   """
   counts_BT = completions.rows.weights > 0
   now_BT = jnp.where(counts_BT, result.targets_BT, 0.0)
@@ -106,18 +112,18 @@ def grpo_sums(result: LogProbs, completions: Completions, objective: Objective) 
   kl_BT = _kl(now_BT, completions.reference_BT, counts_BT)
   loss_BT += objective.beta * kl_BT
   gap_BT = jnp.abs(now_BT - behaviour_BT)
-  tokens_B, num_completions, weight = sizes(completions.rows, objective)
-  loss = _aggregated(loss_BT * counts_BT, tokens_B, objective)
+  own = sizes(completions.rows, objective) if own_sizes is None else own_sizes
+  loss = _aggregated(loss_BT * counts_BT, own.tokens_B, objective)
 
   def summed(x_BT: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(jnp.where(counts_BT, x_BT, 0.0).sum(dtype=jnp.float32))
 
   return GrpoSums(
     loss=loss,
-    weight=weight,
-    tokens=tokens_B.sum(),
-    completions=num_completions,
-    run_tokens=tokens_B.sum(),
+    weight=own.weight,
+    tokens=own.tokens,
+    completions=own.completions,
+    run_tokens=own.tokens,
     entropy=summed(result.entropy_BT),
     kl=summed(kl_BT),
     clipped_low=summed((ratio_BT < low) & (advantage_B1 < 0)),
@@ -164,13 +170,19 @@ class Sizes(NamedTuple):
   """What the sums over some completions are divided by; float32."""
 
   tokens_B: jax.Array
+  tokens: jax.Array
   completions: jax.Array
   weight: jax.Array
   """Weight of the loss, by its type."""
 
+  def counted(self, is_counted: jax.Array) -> "Sizes":
+    """Returns the sizes with sums of 0 where they are counted elsewhere."""
+    sums = (jnp.where(is_counted, x, 0.0) for x in self[1:])
+    return Sizes(self.tokens_B, *sums)
+
 
 def sizes(rows: Rows, objective: Objective) -> Sizes:
-  """Returns the sizes of some completions, whatever their advantages."""
+  """Returns the sizes of whole completions, whatever their advantages."""
   tokens_B = (rows.weights > 0).sum(1).astype(jnp.float32)
   completions = (rows.sample_ids >= 0).astype(jnp.float32).sum()
   weight = {
@@ -178,7 +190,7 @@ def sizes(rows: Rows, objective: Objective) -> Sizes:
     "grpo": completions,
     "dr_grpo": completions * objective.max_completion_length,
   }
-  return Sizes(tokens_B, completions, weight[objective.loss_type])
+  return Sizes(tokens_B, tokens_B.sum(), completions, weight[objective.loss_type])
 
 
 def nothing_learned(rows: Rows, objective: Objective) -> GrpoSums:
@@ -186,7 +198,7 @@ def nothing_learned(rows: Rows, objective: Objective) -> GrpoSums:
   them."""
   own, zero = sizes(rows, objective), jnp.zeros((), jnp.float32)
   none = GrpoSums(*(zero for _ in GrpoSums._fields))
-  return none._replace(weight=own.weight, tokens=own.tokens_B.sum(), completions=own.completions)
+  return none._replace(weight=own.weight, tokens=own.tokens, completions=own.completions)
 
 
 MEAN_GAP, LARGEST_GAP = "rl/log_prob_gap", "rl/largest_log_prob_gap"

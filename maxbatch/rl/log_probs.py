@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows, in_order
 from maxbatch.hardware.shard_maps import over_rows
 from maxbatch.hardware.sharding import constrain
-from maxbatch.models.layers import outputs_of
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.sampling.choice import unpacked
-from maxbatch.training.loss import row_order
+from maxbatch.training.loss import TokenShare, row_order, token_share
 from maxbatch.training.tiles import cut_tokens, num_tiles, scan_tiles
 
 _NEVER = -1e30
@@ -33,14 +31,6 @@ class LogProbs(NamedTuple):
   """Entropy of the distribution, in nats; without a gradient."""
 
 
-class RowLogProbs(NamedTuple):
-  """Log-probabilities of rows, and what the model itself returns (models/layers.py)."""
-
-  log_probs: LogProbs
-  terms: Terms
-  stats: Stats
-
-
 def token_log_probs(
   model: Model,
   parameters: Parameters,
@@ -49,38 +39,45 @@ def token_log_probs(
   temperature: float = 1.0,
   kept_BTW: jax.Array | None = None,
 ) -> LogProbs:
-  """Returns log-probabilities by the distribution that the sampler draws from, as `row_log_probs`."""
-  return row_log_probs(model, parameters, rows, allowed_V, temperature, kept_BTW).log_probs
-
-
-def row_log_probs(
-  model: Model,
-  parameters: Parameters,
-  rows: Rows,
-  allowed_V: np.ndarray,
-  temperature: float = 1.0,
-  kept_BTW: jax.Array | None = None,
-) -> RowLogProbs:
-  """Returns log-probabilities by the distribution that the sampler draws from.
+  """Returns log-probabilities by the distribution that the sampler draws from, of whole rows, as
+  `share_log_probs`.
 
   There is no dropout: what is sampled has none.
-
-  Args:
-    model: the model.
-    parameters: its parameters.
-    rows: a microbatch; only targets with a weight count.
-    allowed_V: bool: tokens that may be sampled; the others have no probability here either.
-    temperature: divides the logits, more than 0.
-    kept_BTW: uint32: bits of the tokens from which each target was chosen: of the others none has a
-      probability; None: all that are allowed.
   """
-  bound, config = model.bind(parameters), model.config
   order_T = row_order(model, rows)
   if order_T is not None:
     rows = rows.in_order(order_T)
     kept_BTW = None if kept_BTW is None else in_order(kept_BTW, order_T)
-  hidden_BTD, terms, stats = outputs_of(bound(rows, None))
-  tiles = num_tiles(config, *hidden_BTD.shape[:2])
+  share, *_ = token_share(model, model.bind(parameters), rows, None, is_training=False)
+  options = allowed_V, temperature, kept_BTW
+  log_probs = share_log_probs(share, rows.targets, rows.weights, *options)
+  if order_T is None:
+    return log_probs
+  back_T = np.argsort(order_T)
+  return jax.tree.map(lambda x_BT: in_order(x_BT, back_T), log_probs)
+
+
+def share_log_probs(
+  share: TokenShare,
+  targets_BC: jax.Array,
+  weights_BC: jax.Array,
+  allowed_V: np.ndarray,
+  temperature: float = 1.0,
+  kept_BCW: jax.Array | None = None,
+) -> LogProbs:
+  """Returns log-probabilities of some tokens by the distribution that the sampler draws from.
+
+  Args:
+    share: the tokens, after the model's layers.
+    targets_BC: int32.
+    weights_BC: only targets with a weight count.
+    allowed_V: bool: tokens that may be sampled; the others have no probability here either.
+    temperature: divides the logits, more than 0.
+    kept_BCW: uint32: bits of the tokens from which each target was chosen: of the others none has a
+      probability; None: all that are allowed.
+  """
+  config, hidden_BCD = share.model.config, share.hidden_BCD
+  tiles = num_tiles(config, *hidden_BCD.shape[:2])
   options = functools.partial(
     _of_tile, allowed_V=allowed_V, cap=config.final_logits_soft_cap, temperature=temperature
   )
@@ -98,15 +95,8 @@ def row_log_probs(
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T], result)
 
   with jax.named_scope("head"):
-    matrix_DV = bound.output_matrix()
-    given = hidden_BTD, rows.targets, rows.weights, *(() if kept_BTW is None else (kept_BTW,))
-    log_probs = over_rows(of_rows, matrix_DV, ("embed", "vocab"), *given)
-    if (
-      order_T is not None
-    ):  # The objective knows rows as they are read: a number of each token goes back.
-      back_T = np.argsort(order_T)
-      log_probs = jax.tree.map(lambda x_BT: in_order(x_BT, back_T), log_probs)
-    return RowLogProbs(log_probs, terms, stats)
+    given = hidden_BCD, targets_BC, weights_BC, *(() if kept_BCW is None else (kept_BCW,))
+    return over_rows(of_rows, share.matrix_DV, ("embed", "vocab"), *given)
 
 
 def _of_tile(

@@ -26,7 +26,11 @@ from maxbatch.modes.initialization import Initialization
 from maxbatch.modes.method import Passed, Purpose, ResolvedRun
 from maxbatch.modes.prepare import bytes_per_device
 from maxbatch.modes.pretraining import check_plan, saved_record
-from maxbatch.rl.candidates import RLCandidate, rl_sizes_of
+from maxbatch.rl.candidates import (
+  RLCandidate,
+  rl_sizes_of,
+  with_fewest_pipeline_microbatches,
+)
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.demonstrations import warm_start, warms_up
 from maxbatch.rl.evaluation import Evaluation, Example
@@ -144,7 +148,8 @@ class PolicyTraining:
     move = Mover(trainer.mesh, place.policy(trainer)) if self.rollout else None
     sampler = completion_sampler(config, trainer.model, mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
-    loss, skips = self.loss, not (plan.has_reference or any(trainer.model.own_sums))
+    loss, is_pipeline = self.loss, trainer.pipeline is not None
+    skips = not (plan.has_reference or any(trainer.model.own_sums) or is_pipeline)
     records = StepRecords(plan, config, feed_watchdog, skips=skips)
     policies = Policies(
       trainer.model,
@@ -152,6 +157,7 @@ class PolicyTraining:
       keeps_first=plan.has_reference,
       move=move,
       is_asked_for=plan.num_saved_policies > 0,
+      in_order=trainer.by_layer,
     )
     if restored and plan.num_saved_policies:
       policies.put_back(plan.saved_policies(restored.position.step), restored.state[POLICIES])
@@ -182,8 +188,9 @@ class PolicyTraining:
           plan, position, make, policies, trainer.mesh, records, complete, apart=apart
         )
 
+      to_sample = (lambda x: move(trainer.by_layer(x))) if move else trainer.by_layer
       hooks = RolloutHooks(
-        plan, policies, records, clock, evaluations, move, RunFolder.of(config.run)
+        plan, policies, records, clock, evaluations, to_sample, RunFolder.of(config.run)
       )
       yield dataclasses.replace(job, train_rows=open_rollouts, hooks=hooks)
 
@@ -197,7 +204,8 @@ class RolloutHooks(Hooks):
   records: StepRecords
   clock: DeviceClock
   evaluations: Sequence[Evaluation]
-  move: Move | None
+  to_sample: Move
+  """From the parameters that train to those that sample."""
   folder: RunFolder
   waits = True
 
@@ -217,7 +225,7 @@ class RolloutHooks(Hooks):
 
   def evaluate(self, params: Parameters) -> Record:
     """Evaluates by sampling, and keeps what a run first and last wrote."""
-    own = self.move(params) if self.move else params
+    own = self.to_sample(params)
     results = [each(own) for each in self.evaluations]
     self._keep(results[0].examples)
     return {name: value for each in results for name, value in each.record.items()}
@@ -267,10 +275,12 @@ class GRPOMethod:
     check_prompt_noise(config.noise, plan)
     samples = resolve_accumulation(in_samples(config, plan), target.layout, plan.batch_plan)
     check_plan(samples, plan.batch_plan)
+    samples, chosen = with_fewest_pipeline_microbatches(samples, plan)
+    notes = [*notes, *chosen]
     if not validates:
       learning_rate(samples.optimizer, plan.batch_plan, samples.run.schedule_unit)
       _print_unseen(unseen)
-      print(f"{for_screen(str(plan))}\n", flush=True)
+      print(for_screen("\n".join([str(plan), *chosen, ""])), flush=True)
     batches = counted(plan.num_batches, "batch", "batches")
     words = f"{batches} of {plan.completions_per_step:,} completions"
     return ResolvedRun(

@@ -23,6 +23,8 @@ from maxbatch.training.step import Trainer
 
 Move = Callable[[Parameters], Parameters]
 """From parameters where they are trained to a copy where they sample."""
+InOrder = Callable[[Parameters], Parameters]
+"""From all parameters or some, as they are trained, to the model's order of layers."""
 
 
 class Policies:
@@ -36,6 +38,7 @@ class Policies:
     keeps_first: bool = False,
     move: Move | None = None,
     is_asked_for: bool = True,
+    in_order: InOrder = lambda parameters: parameters,
   ):
     """Knows none yet.
 
@@ -45,7 +48,9 @@ class Policies:
       keeps_first: whether those from before step 0 stay all the same.
       move: to the devices that sample, where these do not train.
       is_asked_for: whether `of` will be called; else, with `move`, the devices that train keep none.
+      in_order: what is published has the layers in the order of a pipeline's stages.
     """
+    self._in_order = in_order
     self._model, self._kept, self._keeps_first = model, kept, keeps_first
     self._move, self._is_asked_for = move, move is None or is_asked_for
     self._trained: dict[int, Parameters] = {}
@@ -58,6 +63,7 @@ class Policies:
     self.keep_frozen(parameters)
     trained, _ = self._model.split(parameters)
     # What is forgotten is so before, so that there are never more.
+    trained = self._in_order(trained)
     if self._is_asked_for:
       self._forget(self._trained, step, keeps_first=self._keeps_first)
       self._trained[step] = _copied(trained)
@@ -70,6 +76,7 @@ class Policies:
     if self._frozen is not None:
       return
     _, frozen = self._model.split(parameters)
+    frozen = self._in_order(frozen)
     self._frozen = _copied(frozen) if frozen and self._is_asked_for else {}
     if self._move is not None and frozen:
       self._moved_frozen = self._move(frozen)

@@ -23,11 +23,13 @@ from maxbatch.rl.grpo import (
   grpo_sums,
   nothing_learned,
   quotients,
+  sizes,
 )
-from maxbatch.rl.log_probs import row_log_probs
+from maxbatch.rl.log_probs import share_log_probs
 from maxbatch.training import partial_sums
+from maxbatch.training.loss import TokenShare
 from maxbatch.training.metrics import Metrics
-from maxbatch.training.objective import LOSS, model_sums, ratios
+from maxbatch.training.objective import LOSS, microbatch_sums, ratios
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +111,8 @@ class PolicyLoss:
     there is neither a KL divergence nor a term or a statistic of the model's own. (Of the tokens that
     experts are sent all count, or their biases would depend on which groups share a microbatch.)
     """
-    del keys_B, probes, metrics
-    run = functools.partial(self._run, model, parameters, microbatch, scale)
+    given = microbatch, keys_B, probes, metrics, scale
+    run = functools.partial(microbatch_sums, self, model, parameters, *given)
     if self.objective.beta or any(model.own_sums):
       return run()
     skipped = functools.partial(self._skipped, microbatch)
@@ -120,32 +122,42 @@ class PolicyLoss:
     """Returns whether any completion's reward differs from those of its group."""
     return (microbatch.advantages_B != 0).any()
 
-  def _run(
-    self, model: Model, parameters: Parameters, microbatch: Completions, scale: jax.Array | None
-  ) -> tuple[Terms, Stats]:
-    """Returns the sums by the model's log-probabilities."""
-    allowed_V = np.frombuffer(self.allowed, bool)
-    options = allowed_V, self.temperature, microbatch.kept_BTW
-    log_probs, terms, stats = row_log_probs(model, parameters, microbatch.rows, *options)
+  def in_order(self, batch: Completions, order_T: np.ndarray) -> Completions:
+    """Returns completions with their tokens in another order."""
+    return batch.in_order(order_T)
+
+  def of_share(
+    self,
+    share: TokenShare,
+    microbatch: Completions,
+    metrics: Metrics,
+    scale: jax.Array | None = None,
+  ) -> tuple[Ratio, Stats]:
+    """Returns the sums by the model's log-probabilities of some tokens."""
+    del metrics
+    own, part = sizes(microbatch.rows, self.objective), microbatch.of_tokens(share.cut)
+    if share.counts_rows is not None:
+      own = own.counted(share.counts_rows)
+    options = np.frombuffer(self.allowed, bool), self.temperature, part.kept_BTW
+    log_probs = share_log_probs(share, part.rows.targets, part.rows.weights, *options)
     if scale is not None:
       # Where all is float32 yet: what flows back from here into the model is scaled.
       scaled = scaled_gradient(log_probs.targets_BT, scale)
       log_probs = log_probs._replace(targets_BT=scaled)
-    own_terms, own_stats = model_sums(terms, stats, scale)
-    terms, stats = _in_parts(grpo_sums(log_probs, microbatch, self.objective))
-    return OrderedDict(terms | own_terms), stats | own_stats
+    return _terms(grpo_sums(log_probs, part, self.objective, own), share.form)
 
   def _skipped(self, microbatch: Completions) -> tuple[Terms, Stats]:
     """Returns the sums of a microbatch whose advantages are all 0."""
-    terms, stats = _in_parts(nothing_learned(microbatch.rows, self.objective))
-    return OrderedDict(terms), stats
+    loss, stats = _terms(nothing_learned(microbatch.rows, self.objective), partial_sums.IN_PARTS)
+    return OrderedDict({LOSS: loss}), stats
 
 
-def _in_parts(sums: GrpoSums) -> tuple[dict[str, Ratio], dict[str, Stat]]:
-  of_tokens = jax.tree.map(partial_sums.of_one, quotients(sums))
-  loss, weight = partial_sums.of_one(sums.loss), partial_sums.of_one(sums.weight)
+def _terms(sums: GrpoSums, form: partial_sums.Form) -> tuple[Ratio, dict[str, Stat]]:
+  """Returns the loss and its statistics."""
+  of_tokens = jax.tree.map(form.of_one, quotients(sums))
+  loss, weight = form.of_one(sums.loss), form.of_one(sums.weight)
   largest: dict[str, Stat] = {LARGEST_GAP: Max(sums.largest_gap)}
-  return {LOSS: Ratio(loss, weight)}, largest | ratios(of_tokens, weight)
+  return Ratio(loss, weight), largest | ratios(of_tokens, weight)
 
 
 def _in_two(x: Any) -> jax.ShapeDtypeStruct:

@@ -17,7 +17,6 @@ _ONLY: dict[str, tuple[object, str]] = {
   "accumulation": ("streamed", "microbatches come one by one, as they are sampled"),
   "dropout_rate": (0.0, "what is sampled has no dropout"),
   "z_loss_multiplier": (0.0, "the loss has no such term"),
-  "pipeline_schedule": ("none", "the sampler knows no pipeline"),
   "precision_report": (False, "it is of the loss of text, of which there are no rows"),
   "gns": (
     "off",
@@ -55,6 +54,14 @@ def check_rl(config: Config) -> None:
     raise UserError(
       "decode_sampling_temperature=0 samples the same completion every time, so a group "
       "has nothing to compare; for example decode_sampling_temperature=1"
+    )
+  schedule = config.pipeline.pipeline_schedule
+  if schedule != "none" and config.noise.gns_from_microbatches:
+    raise UserError(
+      f"gns_from_microbatches=true with num_generations={config.rl.num_generations} and "
+      f"pipeline_schedule={schedule}: the noise scale per prompt compares the halves of each microbatch, and "
+      "in a pipeline no stage has the gradient of a half by itself; for example "
+      "gns_from_microbatches=false, or pipeline_schedule=none"
     )
   _check_beginning(config)
   _check_reward_columns(config)

@@ -8,6 +8,7 @@ exactly the loss of the whole batch; the one division by the step's weight comes
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -23,8 +24,15 @@ from maxbatch.models.context_attention import token_order
 from maxbatch.models.forms import barrier_gradients, chosen, largest_and_sum
 from maxbatch.models.layers import outputs_of
 from maxbatch.models.probes import TiedProbe, row_squares
-from maxbatch.models.registry import MeasuredModel, Model, Parameters, takes_any_order
+from maxbatch.models.registry import (
+  LanguageModel,
+  MeasuredModel,
+  Model,
+  Parameters,
+  takes_any_order,
+)
 from maxbatch.precision.policy import PLAIN, Policy
+from maxbatch.training import partial_sums
 from maxbatch.training.metrics import (
   NO_METRICS,
   Metrics,
@@ -96,6 +104,39 @@ def row_keys(model: Model, dropout_key: jax.Array | None, rows: Rows) -> jax.Arr
   return (jax.vmap(keys) if rows.sample_ids.ndim == 2 else keys)(rows.sample_ids)
 
 
+class TokenShare(NamedTuple):
+  """Tokens of a microbatch of which a loss is formed, all after the model's layers: those of whole rows, or
+  of a pipeline's stage, which has C of the T tokens of every row."""
+
+  model: Model
+  hidden_BCD: jax.Array
+  """What the output matrix is applied to."""
+  matrix_DV: jax.Array
+  probe: jax.Array | TiedProbe | None = None
+  cut: Callable[[jax.Array], jax.Array] = lambda x_BT: x_BT
+  """From an array of the rows' tokens (B, T, …) to that of these (B, C, …), filled up with zeros."""
+  counts_rows: jax.Array | None = None
+  """bool: whether what is counted by row is counted with these tokens, as with one share of all; None: with
+  these, as there is no other."""
+  form: partial_sums.Form = partial_sums.IN_PARTS
+  is_training: bool = True
+  """Whether z-loss is added."""
+
+
+def token_share(
+  model: Model, bound: LanguageModel, rows: Rows, keys_B: jax.Array | None, *, is_training: bool
+) -> tuple[TokenShare, Terms, Stats]:
+  """Returns all tokens of rows after the layers of a bound model, and the model's own terms and statistics."""
+  hidden_BTD, terms, stats = outputs_of(bound(rows, keys_B))
+  matrix_DV = bound.output_matrix()
+  if not model.frozen:
+    # So the matrix's gradient is divided over fsdp before the layers' backward pass, through which
+    # the compiler would otherwise hold the whole of it in float32: 0.5 of 5 GB for Llama-2-7B.
+    hidden_BTD, matrix_DV = barrier_gradients((hidden_BTD, matrix_DV), on_gpu=True)
+  probe = bound.output_probe() if isinstance(bound, MeasuredModel) else None
+  return TokenShare(model, hidden_BTD, matrix_DV, probe, is_training=is_training), terms, stats
+
+
 def row_order(model: Model, rows: Rows) -> np.ndarray | None:
   """Returns the order in which the model is given the tokens of rows, `token_order`; None: as they are read."""
   order_T = token_order(model.config, rows.inputs.shape[-1])
@@ -129,8 +170,7 @@ def row_sums(
   """Returns the loss and the metrics of rows, float32[F], and the model's own terms and statistics.
 
   Args:
-    keys_B: of `row_keys`.
-    probes: zeros to differentiate the sum by, if the model has any (models/probes.py).
+    keys_B: of `row_keys`; `probes`: zeros to differentiate by, if the model has any (models/probes.py).
     scale: float32 scalar by which the loss's gradients, not the sums, are multiplied.
     is_training: whether z-loss is added.
   """
@@ -138,17 +178,23 @@ def row_sums(
   order_T = row_order(model, rows)
   if order_T is not None:
     rows = rows.in_order(order_T)
-  hidden_BTD, terms, stats = outputs_of(bound(rows, keys_B))
-  options = loss_options(model, *hidden_BTD.shape[:2], is_training=is_training, metrics=metrics)
-  matrix_DV = bound.output_matrix()
-  if not model.frozen:
-    # So the matrix's gradient is divided over fsdp before the layers' backward pass, through which
-    # the compiler would otherwise hold the whole of it in float32: 0.5 of 5 GB for Llama-2-7B.
-    hidden_BTD, matrix_DV = barrier_gradients((hidden_BTD, matrix_DV), on_gpu=True)
-  probe = bound.output_probe() if isinstance(bound, MeasuredModel) else None
-  arrays = hidden_BTD, matrix_DV, rows.targets, rows.weights
-  sums = cross_entropy_parts(*arrays, options, probe, scale)
+  share, terms, stats = token_share(model, bound, rows, keys_B, is_training=is_training)
+  sums = share_sums(share, share.cut(rows.targets), share.cut(rows.weights), metrics, scale)
   return RowSums(sums, terms, stats)
+
+
+def share_sums(
+  share: TokenShare,
+  targets_BC: jax.Array,
+  weights_BC: jax.Array,
+  metrics: Metrics = NO_METRICS,
+  scale: jax.Array | None = None,
+) -> LossSums:
+  """Returns the loss and the metrics of some tokens, float32[F], as `row_sums`."""
+  shape = weights_BC.shape
+  options = loss_options(share.model, *shape, is_training=share.is_training, metrics=metrics)
+  arrays = share.hidden_BCD, share.matrix_DV, targets_BC, weights_BC
+  return cross_entropy_parts(*arrays, options, share.probe, scale)
 
 
 def loss_options(

@@ -32,10 +32,11 @@ from maxbatch.models.layers import Outputs, outputs_of, whole_sums
 from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
-from maxbatch.training.loss import LossSums, cross_entropy_parts, loss_options, row_order
+from maxbatch.training.loss import TokenShare, row_order
 from maxbatch.training.metrics import NO_METRICS, Metrics
-from maxbatch.training.objective import LOSS, zero_model_sums
+from maxbatch.training.objective import LOSS, TEXT, Loss, zero_model_sums, zero_stats
 from maxbatch.training.optimizer import parameter_of
+from maxbatch.training.partial_sums import AT_ONCE
 
 FlatParams = dict[tuple[str, ...], jax.Array]
 """Parameters, or an array for each of them (gradients, sums), by path."""
@@ -71,6 +72,7 @@ class ModelParts:
   dropout_key: jax.Array | None
   """None for evaluation: without dropout and without z-loss."""
   metrics: Metrics = NO_METRICS
+  objective: Loss = TEXT
 
   def embed(self, layers: FlatParams, rest: FlatParams, rows: Rows) -> jax.Array:
     """Returns the input of the first layer: (R, T, D)."""
@@ -94,23 +96,41 @@ class ModelParts:
     self,
     layers: FlatParams,
     rest: FlatParams,
-    y_RTD: jax.Array,
-    targets_RT: jax.Array,
-    weights_RT: jax.Array,
+    y_RCD: jax.Array,
+    microbatch: Any,
+    cut: Callable[[jax.Array], jax.Array] = lambda x_RT: x_RT,
+    counts_rows: jax.Array | None = None,
     scale: jax.Array | None = None,
-  ) -> LossSums:
-    """Sums the loss and the metrics over tokens, weighted, as `loss_parts` does."""
+  ) -> "StageSums":
+    """Returns the loss of some tokens, and its statistics, as scalars.
+
+    Args:
+      y_RCD: of the last layer.
+      microbatch: what the step is fed of it, all of its tokens.
+      cut: from an array of all tokens to that of these, as in `TokenShare`.
+      counts_rows: whether what is counted by row is counted here, likewise.
+      scale: by which gradients are multiplied.
+    """
     bound = self._bind(layers, rest)
-    hidden_RTD = bound.normalize(y_RTD)
-    options = loss_options(
+    share = TokenShare(
       self.model,
-      *hidden_RTD.shape[:2],
+      bound.normalize(y_RCD),
+      bound.output_matrix(),
+      cut=cut,
+      counts_rows=counts_rows,
+      form=AT_ONCE,
       is_training=self.dropout_key is not None,
-      metrics=self.metrics,
     )
-    matrix_DV = bound.output_matrix()
-    rows = hidden_RTD, matrix_DV, targets_RT, weights_RT
-    return jax.tree.map(jnp.sum, cross_entropy_parts(*rows, options, None, scale))
+    loss, stats = self.objective.of_share(share, microbatch, self.metrics, scale)
+    return StageSums({LOSS: loss}, stats)
+
+  @property
+  def zero_loss(self) -> "StageSums":
+    """The loss of no tokens, and its statistics."""
+    zero, (_, of_model) = jnp.zeros((), jnp.float32), self.model.own_sums
+    stats = zero_stats(self.metrics)
+    own = {name: stat for name, stat in stats.items() if name not in of_model}
+    return StageSums({LOSS: Ratio(zero, zero)}, own)
 
   def with_twice_the_heads(self, length: int) -> "ModelParts":
     """Returns the model with twice the heads and feed-forward width, for rows of `length`."""
@@ -124,19 +144,16 @@ class ModelParts:
     model = build_model(wider, length, trainable=self.model.trainable, policy=self.model.policy)
     return dataclasses.replace(self, model=model)
 
-  def in_order(self, rows: Rows) -> Rows:
-    """Returns accumulation steps (k, B, T) with the tokens of rows in the order in which all parts take them."""
-    order_T = self._order(rows)
+  def in_order(self, batch: Any) -> Any:
+    """Returns what a step is fed (k, B, T) with the tokens of rows in the order in which all parts take them."""
+    order_T = row_order(self.model, self.objective.rows(batch))
     if order_T is None:
-      return rows
-    return jax.vmap(lambda rows: rows.in_order(order_T)._replace(places=None))(rows)
+      return batch
+    return jax.vmap(lambda one: self.objective.in_order(one, order_T))(batch)
 
   def _placed(self, rows: Rows) -> Rows:
     """Returns rows that say where their tokens were read; while parts hand them on they are arrays alone."""
-    return rows._replace(places=self._order(rows))
-
-  def _order(self, rows: Rows) -> np.ndarray | None:
-    return row_order(self.model, rows)
+    return rows._replace(places=row_order(self.model, rows))
 
   def _bind(self, layers: FlatParams, rest: FlatParams) -> LayeredModel:
     return bind_layered(self.model, merge_layers(layers, rest))
@@ -232,7 +249,7 @@ def joined_tokens(x: jax.Array, length: int) -> jax.Array:
 
 
 class StageSums(NamedTuple):
-  """What a stage's layers hand out, summed over ticks; empty in an evaluation."""
+  """What a stage's layers hand out, or its share of the loss, summed over ticks."""
 
   terms: Terms
   stats: Stats
@@ -287,7 +304,7 @@ def step_denominators(
   pipeline: Pipeline,
   stage_index: jax.Array,
   params: tuple[FlatParams, FlatParams],
-  microbatch: Callable[[jax.Array], Rows],
+  microbatch: Callable[[jax.Array], Any],
   ticks: TimetableArrays,
 ) -> dict[str, jax.Array]:
   """Returns the denominators of a step's terms, summed over its microbatches, stages and replicas.
@@ -296,16 +313,17 @@ def step_denominators(
 
   Args:
     params: of this stage's layers, (repeats, layers, …), and all others.
-    microbatch: a function from the number of a microbatch to its rows.
+    microbatch: a function from the number of a microbatch to what the step is fed of it.
     ticks: the step's timetable.
   """
   layers, rest = params
 
   def of_microbatch(number: jax.Array) -> dict[str, jax.Array]:
-    rows = microbatch(number)
+    batch = microbatch(number)
+    rows = parts.objective.rows(batch)
     x_RTD = parts.embed(layers, rest, rows)
-    weight = jnp.where(stage_index == 0, rows.weights.sum(), 0.0)
-    total = {LOSS: weight}
+    of_loss = parts.loss(layers, rest, x_RTD, batch).terms[LOSS]
+    total = {LOSS: jnp.where(stage_index == 0, of_loss.denominator, 0.0)}
     for repeat in range(pipeline.repeats):
       chunk = {path: leaf[repeat] for path, leaf in layers.items()}
       first = (repeat * pipeline.stages + stage_index) * pipeline.layers

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxbatch.core.terms import Max, Ratio, Stat, Stats, Sum, Terms, zeros_of
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.precision.loss_scale import scaled_gradient
 from maxbatch.training import partial_sums
-from maxbatch.training.loss import row_keys, row_sums
+from maxbatch.training.loss import TokenShare, row_keys, row_order, share_sums, token_share
 from maxbatch.training.metrics import Metrics, Quotient
 
 LOSS = "loss"
@@ -49,6 +50,25 @@ class Loss(Protocol):
     """Returns what a step reports, of the metrics that the run lists."""
     ...
 
+  def in_order(self, batch: Any, order_T: np.ndarray) -> Any:
+    """Returns a microbatch with its tokens in another order, as `Rows.in_order`, arrays alone: without
+    `Rows.places`."""
+    ...
+
+  def of_share(
+    self, share: TokenShare, microbatch: Any, metrics: Metrics, scale: jax.Array | None = None
+  ) -> tuple[Ratio, Stats]:
+    """Returns what some tokens of a microbatch contribute to `LOSS`, and to its statistics: over all shares
+    they add up to those of the whole. Floats are as `share.form` makes them.
+
+    Args:
+      share: the tokens, after the model's layers.
+      microbatch: what the step is fed of it, all of its tokens.
+      metrics: of `metrics`.
+      scale: as below.
+    """
+    ...
+
   def __call__(
     self,
     model: Model,
@@ -59,7 +79,8 @@ class Loss(Protocol):
     metrics: Metrics,
     scale: jax.Array | None = None,
   ) -> tuple[Terms, Stats]:
-    """Returns the terms, `LOSS` first, and statistics of a microbatch, floats in parts (…, F, S).
+    """Returns the terms, `LOSS` first, and statistics of a microbatch, floats in parts (…, F, S), as
+    `microbatch_sums` does.
 
     Args:
       microbatch: what the step is fed of it.
@@ -86,6 +107,18 @@ class TextLoss:
   def metrics(self, chosen: Metrics) -> Metrics:
     return chosen
 
+  def in_order(self, batch: Rows, order_T: np.ndarray) -> Rows:
+    return batch.in_order(order_T)._replace(places=None)
+
+  def of_share(
+    self, share: TokenShare, microbatch: Rows, metrics: Metrics, scale: jax.Array | None = None
+  ) -> tuple[Ratio, Stats]:
+    targets_BC, weights_BC = share.cut(microbatch.targets), share.cut(microbatch.weights)
+    sums = share_sums(share, targets_BC, weights_BC, metrics, scale)
+    loss, of_tokens = jax.tree.map(share.form.of_parts, sums)
+    weight = share.form.of_rows(weights_BC.sum(1, keepdims=True))
+    return Ratio(loss, weight), ratios(of_tokens, weight)
+
   def __call__(
     self,
     model: Model,
@@ -96,17 +129,35 @@ class TextLoss:
     metrics: Metrics,
     scale: jax.Array | None = None,
   ) -> tuple[Terms, Stats]:
-    sums, terms, stats = row_sums(
-      model, parameters, microbatch, keys_B, probes, metrics, scale, is_training=True
-    )
-    loss, of_tokens = jax.tree.map(partial_sums.of_parts, sums)
-    weight = partial_sums.of_rows(microbatch.weights.sum(1, keepdims=True))
-    own_terms, own_stats = model_sums(terms, stats, scale)
-    all_terms = OrderedDict({LOSS: Ratio(loss, weight)} | own_terms)
-    return all_terms, ratios(of_tokens, weight) | own_stats
+    return microbatch_sums(self, model, parameters, microbatch, keys_B, probes, metrics, scale)
 
 
 TEXT = TextLoss()
+
+
+def microbatch_sums(
+  loss: Loss,
+  model: Model,
+  parameters: Parameters,
+  microbatch: Any,
+  keys_B: jax.Array | None,
+  probes: Parameters,
+  metrics: Metrics,
+  scale: jax.Array | None = None,
+) -> tuple[Terms, Stats]:
+  """Returns the terms and statistics of a microbatch: the loss of all tokens, and the model's own.
+
+  The arguments are those of a `Loss`.
+  """
+  bound = model.bind(parameters, probes)
+  order_T = row_order(model, loss.rows(microbatch))
+  if order_T is not None:
+    microbatch = loss.in_order(microbatch, order_T)
+  rows = loss.rows(microbatch)._replace(places=order_T)
+  share, terms, stats = token_share(model, bound, rows, keys_B, is_training=True)
+  own_loss, of_loss = loss.of_share(share, microbatch, metrics, scale)
+  own_terms, own_stats = model_sums(terms, stats, scale)
+  return OrderedDict({LOSS: own_loss} | own_terms), {**of_loss, **own_stats}
 
 
 def ratios(sums: Mapping[str, Quotient], weight: jax.Array) -> dict[str, Stat]:

@@ -10,7 +10,7 @@ F devices along fsdp, expert and context, which divide weights and tokens, S alo
 import itertools
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,20 @@ def of_parts(x_F: jax.Array) -> jax.Array:
 def of_one(x: jax.Array) -> jax.Array:
   """Spreads a sum that all devices have already: (…) → (…, F, S)."""
   return _padded_to(x[..., None, None], (auto_weight_groups(), _shards()))
+
+
+class Form(NamedTuple):
+  """How sums are kept until the end of a step: in parts, or each as one number."""
+
+  of_rows: Callable[[jax.Array], jax.Array]
+  """Of an array (B, 1), by row."""
+  of_parts: Callable[[jax.Array], jax.Array]
+  """Of an array (F,), by what `over_rows` returns."""
+  of_one: Callable[[jax.Array], jax.Array]
+  """Of a scalar that all devices have."""
+
+
+IN_PARTS, AT_ONCE = Form(of_rows, of_parts, of_one), Form(jnp.sum, jnp.sum, jnp.asarray)
 
 
 def of_squares(x: jax.Array, axes: LogicalAxes, lead: int = 0) -> jax.Array:

@@ -30,9 +30,8 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   buffer_capacity,
   forward_only_arrays,
 )
-from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import group_squares
-from maxbatch.training.metrics import NO_METRICS, Metrics
+from maxbatch.training.metrics import NO_METRICS, Metrics, Quotient
 from maxbatch.training.model_parts import (
   FlatParams,
   ModelParts,
@@ -44,7 +43,7 @@ from maxbatch.training.model_parts import (
   term_gradients,
   zero_stage_sums,
 )
-from maxbatch.training.objective import LOSS, PROBES, model_sums, noise_stats, ratios
+from maxbatch.training.objective import LOSS, PROBES, TEXT, Loss, model_sums, noise_stats
 from maxbatch.training.stash import NoStash, StageInput, Stash, make_stash
 from maxbatch.training.state import NOTHING, Measures, Sums
 from maxbatch.training.tick import PipelineStage
@@ -65,6 +64,7 @@ def pipelined_accumulate(
   measures: Measures = NOTHING,
   scale: jax.Array | None = None,
   capacity: BufferLimits | None = None,
+  loss: Loss = TEXT,
 ) -> Accumulate:
   """Returns the function that sums a model's loss and gradients over a step's microbatches.
 
@@ -77,15 +77,16 @@ def pipelined_accumulate(
       a dispatch: of a microbatch the stages never have the whole gradient at once.
     scale: float32 scalar by which the gradients, not the loss, are multiplied; None: by nothing.
     capacity: slots of a stage's buffers; None: as many as the pipeline's schedule needs.
+    loss: what is minimized.
   """
-  parts = ModelParts(model, dropout_key, measures.metrics)
+  parts = ModelParts(model, dropout_key, measures.metrics, loss)
   capacity = capacity or buffer_capacity(pipeline)
   measures_squares = measures.microbatch_squares
   local = functools.partial(_local_gradients, parts, pipeline, capacity, measures_squares)
 
   def run(
     params: Parameters,
-    rows: Rows,
+    rows: Any,
     num_microbatches: TimetableArrays,
     keys: jax.Array | None = None,
     *,
@@ -114,12 +115,11 @@ def pipelined_accumulate(
       scale,
       denominators,
     )
-    loss, weight, of_tokens = jax.tree.map(partial_sums.of_one, sums)
-    own_terms, own_stats = model_sums(*own, None)
-    terms = OrderedDict({LOSS: Ratio(loss, weight)} | own_terms)
-    stats = ratios(of_tokens, weight) | own_stats
+    of_loss, of_model = model_sums(*sums, None), model_sums(*own, None)
+    terms = OrderedDict(of_loss[0] | of_model[0])
+    stats = of_loss[1] | of_model[1]
     if measures_squares:
-      of_rows = jax.tree.map(lambda x_k: x_k.sum(0), jax.vmap(noise_stats)(rows))
+      of_rows = jax.tree.map(lambda x_k: x_k.sum(0), jax.vmap(noise_stats)(loss.rows(rows)))
       stats |= of_rows | {PROBES: Sum({})}
     return Accumulated(merge_layers(d_layers, d_rest), terms, stats, squares)
 
@@ -139,7 +139,7 @@ def pipelined_sums(
   rows_each = rows.inputs.shape[0] // mesh.shape["data"] // _row_groups(mesh.shape)
   sizes = eval_microbatches(pipeline, rows_each)
   local = functools.partial(_local_sums, ModelParts(model, None, metrics), pipeline, sizes)
-  return jax.shard_map(
+  terms, stats = jax.shard_map(
     local,
     mesh=mesh,
     in_specs=(_OVER_STAGE, _TIMETABLE_SPECS, PartitionSpec("data"), _PARAMETER_SPECS),
@@ -152,6 +152,12 @@ def pipelined_sums(
     rows,
     split_layers(model, params),
   )
+  of_tokens = {
+    name: Quotient(stat.numerator, None if metric.per is None else stat.denominator)
+    for name, metric in metrics.of_tokens
+    if isinstance(stat := stats[name], Ratio)
+  }
+  return Sums(terms[LOSS].numerator, terms[LOSS].denominator, of_tokens)
 
 
 def stage_residual_bytes(
@@ -197,12 +203,12 @@ def _local_gradients(
   measures_squares: bool,
   stage_index: jax.Array,
   ticks: TimetableArrays,
-  rows: Rows,
+  rows: Any,
   params: tuple[FlatParams, FlatParams],
   zeros: tuple[FlatParams, FlatParams],
   scale: jax.Array | None,
   denominators: Mapping[str, jax.Array] | None,
-) -> tuple[FlatParams, FlatParams, Sums, StageSums, Squares | None]:
+) -> tuple[FlatParams, FlatParams, StageSums, StageSums, Squares | None]:
   """Runs one stage of one replica, and sums its results over stages and replicas as needed."""
   layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
   microbatch = split_microbatches(parts.in_order(rows), pipeline.num_pipeline_microbatches)
@@ -222,7 +228,8 @@ def _local_gradients(
     return lax.psum(d_layers, "data"), *over_replicas(others, ("data", "stage")), squares
   others = over_replicas(others, "stage")
   layers = jnp.asarray(stage_order(pipeline).reshape(pipeline.stages, -1))[stage_index[0]]
-  squares = _replica_squares(parts.model, layers, d_layers, others[0], others[1].weight)
+  weight = others[1].terms[LOSS].denominator
+  squares = _replica_squares(parts.model, layers, d_layers, others[0], weight)
   return lax.psum(d_layers, "data"), *over_replicas((*others, squares), "data")
 
 
@@ -243,13 +250,13 @@ def _local_sums(
   ticks: TimetableArrays,
   rows: Rows,
   params: tuple[FlatParams, FlatParams],
-) -> Sums:
+) -> StageSums:
   """Runs the forwards of one stage of one replica, and sums its results over both."""
   layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
   microbatch = split_microbatches(parts.in_order(_pad_rows(rows, sizes)), sizes.microbatches)
   stash = NoStash(parts, rest)
   stage = PipelineStage(parts, pipeline, stage_index[0], layers, rest, microbatch, ticks, stash)
-  return lax.psum(stage.run({}, {}).sums, ("data", "stage"))
+  return over_replicas(stage.run({}, {}).sums, ("data", "stage"))
 
 
 def _pad_rows(rows: Rows, sizes: EvalMicrobatches) -> Rows:
@@ -275,12 +282,12 @@ def _make_stash(
   pipeline: Pipeline,
   layers: FlatParams,
   rest: FlatParams,
-  microbatch: Callable[[jax.Array], Rows],
+  microbatch: Callable[[jax.Array], Any],
 ) -> Stash:
   """Returns the stash for the shapes that the layers of one repeat get."""
 
   def stage_input() -> StageInput:
-    rows, first = microbatch(jnp.int32(0)), jnp.int32(0)
+    rows, first = parts.objective.rows(microbatch(jnp.int32(0))), jnp.int32(0)
     return StageInput(layers, first, parts.embed(layers, rest, rows), rows, first)
 
   return make_stash(pipeline.stash, parts, rest, jax.eval_shape(stage_input))
@@ -291,8 +298,8 @@ def split_repeats(layers: FlatParams, repeats: int) -> FlatParams:
   return {path: leaf.reshape(repeats, -1, *leaf.shape[1:]) for path, leaf in layers.items()}
 
 
-def split_microbatches(rows: Rows, num_pipeline_microbatches: int) -> Callable[[jax.Array], Rows]:
-  """Returns a function from the number of a pipeline microbatch to its rows.
+def split_microbatches(batch: Any, num_pipeline_microbatches: int) -> Callable[[jax.Array], Any]:
+  """Returns a function from the number of a pipeline microbatch to its part of what a step is fed (k, B, …).
 
   The first `num_pipeline_microbatches` numbers are those of the first accumulation step. Each takes
   rows from every group of devices that has its own, so that no row moves between devices.
@@ -302,9 +309,9 @@ def split_microbatches(rows: Rows, num_pipeline_microbatches: int) -> Callable[[
   def split(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], groups, num_pipeline_microbatches, -1, *x.shape[2:])
 
-  accumulation_steps = jax.tree.map(split, rows)
+  accumulation_steps = jax.tree.map(split, batch)
 
-  def microbatch(number: jax.Array) -> Rows:
+  def microbatch(number: jax.Array) -> Any:
     def select(x: Any) -> jax.Array:
       accumulation_step, index = jnp.divmod(number, x.shape[2])
       return x[accumulation_step, :, index].reshape(-1, *x.shape[4:])

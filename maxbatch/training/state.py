@@ -25,8 +25,7 @@ from maxbatch.core.train_step import Sums as StepSums
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.precision.loss_scale import LossScale, LossScaling
-from maxbatch.training.loss import LossSums
-from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums, zero_token_sums
+from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums
 from maxbatch.training.objective import (
   LOSS,
   PROBES,
@@ -42,16 +41,11 @@ _HOST = "pinned_host"
 
 
 class Sums(NamedTuple):
-  """A pipeline's sums over the tokens seen so far in a step, as float32 scalars."""
+  """Sums over the tokens of a batch of text, as float32 scalars."""
 
   loss: jax.Array
   weight: jax.Array
   metrics: TokenSums
-
-  def add(self, sums: LossSums, weight: jax.Array) -> "Sums":
-    """Returns the sums with those of more tokens, whose weight is `weight`."""
-    metrics = jax.tree.map(jnp.add, self.metrics, sums.metrics)
-    return Sums(self.loss + sums.loss, self.weight + weight, metrics)
 
 
 class TrainState(NamedTuple):
@@ -87,12 +81,6 @@ class Measures:
 
 
 NOTHING = Measures()
-
-
-def zero_sums(metrics: Metrics) -> Sums:
-  """Returns a pipeline's sums before the first microbatch."""
-  zero = jnp.zeros((), jnp.float32)
-  return Sums(zero, zero, zero_token_sums(metrics))
 
 
 def zero_step_sums(model: Model, measures: Measures) -> StepSums:

@@ -312,6 +312,7 @@ def _accumulate(trainer: Trainer, state: TrainState) -> Accumulate:
     trainer.dropout_key,
     trainer.measures,
     scale,
+    loss=trainer.loss,
   )
   return unscaled(pipelined, state.loss_scale)
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxbatch.core.terms import joined
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain
 from maxbatch.pipeline_parallel.schedule import BufferLimits
@@ -29,7 +30,6 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   TickArrays,
   TimetableArrays,
 )
-from maxbatch.training.loss import LossSums
 from maxbatch.training.model_parts import (
   NO_SUMS,
   FlatParams,
@@ -41,8 +41,8 @@ from maxbatch.training.model_parts import (
   trained,
   used_params,
 )
+from maxbatch.training.objective import LOSS
 from maxbatch.training.stash import Arrays, NoStash, OutputGradients, StageInput, Stash
-from maxbatch.training.state import Sums, zero_sums
 
 
 class Buffers(NamedTuple):
@@ -69,8 +69,8 @@ class StageState(NamedTuple):
   """float32 sums of the gradients of this stage's layers that train: (repeats, layers, …)."""
   d_rest: FlatParams
   """float32 sums of this stage's share of the gradients of all other parameters that train."""
-  sums: Sums
-  """This stage's share of the loss and the weight."""
+  sums: StageSums
+  """This stage's share of the loss."""
   own: StageSums
   """What its layers hand out."""
 
@@ -95,7 +95,7 @@ class PipelineStage:
     index: of this stage, an int32 scalar.
     layers: parameters of this stage's layers: (repeats, layers, …).
     rest: parameters outside of the layers, which every stage has.
-    microbatch: a function from the number of a microbatch to its rows.
+    microbatch: a function from the number of a microbatch to what the step is fed of it.
     ticks: the timetable; of arrays [ticks, stages] only this stage's column.
     stash: what is kept of a forward until its backward.
     capacity: slots of the buffers; None in an evaluation, without backwards and buffers.
@@ -109,7 +109,7 @@ class PipelineStage:
   index: jax.Array
   layers: FlatParams
   rest: FlatParams
-  microbatch: Callable[[jax.Array], Rows]
+  microbatch: Callable[[jax.Array], Any]
   ticks: TimetableArrays
   stash: Stash | NoStash
   capacity: BufferLimits | None = None
@@ -134,7 +134,7 @@ class PipelineStage:
       received=outgoing if self.pipeline.forwarding_delay > 1 else (),
       d_layers=self._constrain_like_params(zero_layers),
       d_rest=self._constrain_like_params(zero_rest),
-      sums=zero_sums(self.parts.metrics),
+      sums=self.parts.zero_loss,
       own=self.own,
     )
     return lax.fori_loop(0, self.ticks.num_ticks, self._tick, state)
@@ -219,34 +219,30 @@ class PipelineStage:
     return state._replace(d_rest=d_rest, sums=sums), d_y_RTD
 
   def _loss(
-    self, microbatch: jax.Array, y_RTD: jax.Array, d_rest: FlatParams, sums: Sums
-  ) -> tuple[FlatParams, Sums, jax.Array | None]:
+    self, microbatch: jax.Array, y_RTD: jax.Array, d_rest: FlatParams, sums: StageSums
+  ) -> tuple[FlatParams, StageSums, jax.Array | None]:
     """Returns loss and gradient of the last stage's output; each stage computes some tokens."""
-    y_RCD, targets_RC, weights_RC = self._token_share(microbatch, y_RTD)
+    y_RCD, cut = self._token_share(y_RTD)
+    given = self.microbatch(microbatch), cut, self.index == 0, self.scale
 
-    def loss(used: FlatParams, y_RCD: jax.Array) -> tuple[jax.Array, LossSums]:
-      rest = self.rest | used
-      result = self.parts.loss(self.layers, rest, y_RCD, targets_RC, weights_RC, self.scale)
-      return result.loss, result
+    def loss(used: FlatParams, y_RCD: jax.Array) -> tuple[jax.Array, StageSums]:
+      result = self.parts.loss(self.layers, self.rest | used, y_RCD, *given)
+      return result.terms[LOSS].numerator, result
 
     if self.capacity is None:
-      return d_rest, sums.add(loss({}, y_RCD)[1], weights_RC.sum()), None
+      return d_rest, joined(sums, loss({}, y_RCD)[1]), None
     used = used_params(lambda rest: loss(rest, y_RCD)[0], trained(self.parts.model, self.rest))
     (_, result), (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(used, y_RCD)
     d_y_RTD = joined_tokens(lax.all_gather(d_y_RCD, "stage", axis=1), y_RTD.shape[1])
-    return self._add_gradients(d_rest, new), sums.add(result, weights_RC.sum()), d_y_RTD
+    return self._add_gradients(d_rest, new), joined(sums, result), d_y_RTD
 
-  def _token_share(
-    self, microbatch: jax.Array, y_RTD: jax.Array
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns this stage's tokens of the last stage's output, their targets and their weights."""
-    rows = self.microbatch(microbatch)
+  def _token_share(self, y_RTD: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Returns this stage's tokens of the last stage's output, and what takes them of other arrays."""
     # Every stage sends every stage a share, and only the last stage's shares are used. A sum over
     # stages with zeros would move as much, and XLA's CPU compiler fails on such a sum of bfloat16.
     split = functools.partial(split_tokens, shares=self.pipeline.stages)
     shares_RSCD = lax.all_to_all(split(y_RTD), "stage", split_axis=1, concat_axis=1)
-    targets_RC, weights_RC = (split(x)[:, self.index] for x in (rows.targets, rows.weights))
-    return shares_RSCD[:, -1], targets_RC, weights_RC
+    return shares_RSCD[:, -1], lambda x_RT: split(x_RT)[:, self.index]
 
   def _add_backward(
     self, row: StageArrays, all_stages: TickArrays, buffers: Buffers, state: StageState
@@ -299,7 +295,7 @@ class PipelineStage:
     self, entry: PassArrays, d_x_RTD: jax.Array, d_rest: FlatParams
   ) -> FlatParams:
     """Returns the backward of the embedding, added on the first stage in the first repeat."""
-    rows = self.microbatch(entry.microbatch)
+    rows = self._rows(entry.microbatch)
 
     def embed(used: FlatParams) -> jax.Array:
       return self.parts.embed(self.layers, self.rest | used, rows)
@@ -312,12 +308,15 @@ class PipelineStage:
     return (self.index == 0) & (entry.repeat == 0)
 
   def _embed(self, microbatch: jax.Array) -> jax.Array:
-    return self.parts.embed(self.layers, self.rest, self.microbatch(microbatch))
+    return self.parts.embed(self.layers, self.rest, self._rows(microbatch))
+
+  def _rows(self, microbatch: jax.Array) -> Rows:
+    return self.parts.objective.rows(self.microbatch(microbatch))
 
   def _stage_input(self, entry: PassArrays, x_RTD: jax.Array) -> StageInput:
     """Returns the input of this stage's layers in this forward or backward."""
     first = (entry.repeat * self.pipeline.stages + self.index) * self.pipeline.layers
-    rows = self.microbatch(entry.microbatch)
+    rows = self._rows(entry.microbatch)
     return StageInput(self.layers, entry.repeat, x_RTD, rows, first)
 
   def _add_gradients(self, totals: FlatParams, new: FlatParams) -> FlatParams:
@@ -351,7 +350,7 @@ class PipelineStage:
     if isinstance(result, ForwardResult):
       x_RTD, y_RTD, own = (self._constrain(x) for x in (result.x_RTD, result.y_RTD, result.own))
       return ForwardResult(x_RTD, y_RTD, self._constrain_residuals(result.residuals), own)
-    if isinstance(result, Sums | StageSums):
+    if isinstance(result, StageSums):
       return jax.tree.map(lambda x: constrain(x, (None,) * x.ndim), result)
     if isinstance(result, tuple):
       return tuple(self._constrain(each) for each in result)
