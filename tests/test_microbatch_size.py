@@ -1,6 +1,7 @@
 """The choice tied together: one line, remembered, agreed on by all processes, and truly the largest."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -313,6 +314,39 @@ def test_long_rows_are_explored_on_meshes_whose_devices_share_them():
   assert "0.5 context=2" in lines[-1]
   with_axis = exploring("explore", max_target_length=65536, batch_size=8, ici_context_parallelism=4)
   assert {one.context for one in with_shared_rows(sizes_of, with_axis, place().layout)} == {None}
+
+
+@pytest.mark.parametrize(
+  ("fits", "seconds", "chosen", "tried"),
+  [
+    # 1 sample does not fit a device, a half does; a quarter is no faster.
+    (lambda tokens, context: tokens < 40000, lambda tokens: 1 + tokens / 1e5, (2, "0.5"), 6),
+    # All fits, and to share rows is slower.
+    (lambda tokens, context: True, lambda tokens: tokens, (1, "1"), 3),
+    # Sharing is faster each time.
+    (lambda tokens, context: True, lambda tokens: tokens**2, (8, "0.125"), None),
+  ],
+)
+def test_auto_lets_devices_share_long_rows_as_far_as_that_is_faster(
+  fits, seconds, chosen, tried, tmp_path
+):
+  asked, lines = [], []
+
+  def machine(one: Candidate) -> ProbeResult:
+    assert one not in asked
+    asked.append(one)
+    tokens = float(one.per_device) * 65536
+    return ProbeResult(int(tokens * GIB), 40000 * GIB, fits(tokens, one.context), seconds(tokens))
+
+  settings = auto(max_target_length=65536, batch_size=8)
+  find = functools.partial(with_shared_rows, sizes_of)
+  for times in range(2):
+    result = choose(settings, place(), machine, tmp_path, find=find, say=lines.append)
+    size = result.batch.micro_batch_size
+    assert (result.mesh.ici_context_parallelism, size) == (chosen[0], Fraction(chosen[1]))
+    assert (f"ici_context_parallelism={chosen[0]}; " in lines[times]) == (chosen[0] > 1)
+    assert ("remembered from" in lines[times]) == times
+  assert tried in (None, len(asked))
 
 
 @pytest.mark.parametrize(

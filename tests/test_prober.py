@@ -13,9 +13,12 @@ from maxbatch.compile import compile_step, measured_time
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import compile_eval_program, compile_program, state_bytes
 from maxbatch.config.schema import Config
+from maxbatch.core.topology import Topology
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
+from maxbatch.modes.method import Purpose
+from maxbatch.modes.pretraining import PRETRAINING
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import Candidate, candidates
 from maxbatch.tuning.eval_candidates import eval_sizes_of
@@ -177,6 +180,14 @@ def test_long_rows_are_tried_shared_by_devices_too(monkeypatch):
     best.per_device,
   )
   assert f"ici_context_parallelism: {best.context}" in lines[-2]
+  # A run in which a whole row does not fit a device has two devices share it.
+  half, row = (found[key].peak_bytes for key in ((2, "0.5"), (1, "1")))
+  assert half < row
+  within = {"device_memory_gb": (half + row) / 2 / GIB, "enable_checkpointing": False}
+  of = settings("auto", batch_size=2, max_target_length=16, **within)
+  resolved = PRETRAINING.resolve(of, place, Purpose.RUN)
+  assert resolved.config.mesh.ici_context_parallelism == 2
+  assert resolved.target.layout == resolved.plan.topology == Topology.of(context=2)
 
 
 @pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.", "X"])

@@ -5,6 +5,7 @@ The noise scale's part in a run, made ready from the configuration.
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxbatch.batch.from_config import follows_noise_scale, keep_batch, plan_batches
+from maxbatch.batch.from_config import follows_noise_scale, keep_batch, mesh_of, plan_batches
 from maxbatch.batch.host_loads import check_loads
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.checkpoints.checkpointer import Restored
@@ -53,7 +54,7 @@ from maxbatch.tuning.candidates import (
 )
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.eval_candidates import asked_to_evaluate, eval_sizes_of, is_eval_open
-from maxbatch.tuning.exploration import without_variants
+from maxbatch.tuning.exploration import with_shared_rows, without_variants
 from maxbatch.tuning.microbatch_size import (
   RematProber,
   before_remat,
@@ -175,7 +176,13 @@ class Pretraining:
       check_explored(config)
     saved = saved_record(config)
     sized = keeping_batch(before_remat(config), saved, target.layout)
-    sized, plan, notes = _sized(sized, target, smallest=purpose is Purpose.VALIDATE, retune=retune)
+    if purpose is Purpose.VALIDATE:
+      sized, plan, notes = _with_smallest_size(sized, target)
+    else:
+      find = functools.partial(with_shared_rows, sizes_of)
+      (sized, plan), notes = _sized(sized, target, find, retune=retune), ()
+      if sized.mesh != config.mesh:
+        target = dataclasses.replace(target, layout=plan.topology)
     check_plan(sized, plan)
     if purpose is not Purpose.VALIDATE:
       # Before anything is compiled for the pipeline.
@@ -301,34 +308,48 @@ def resolve_micro_batch_size(
   Raises:
     UserError: nothing fits, or the model cannot be split as the keys ask.
   """
-  return _sized(config, target, smallest=False, retune=retune)[:2]
+  return _sized(config, target, sizes_of, retune=retune)
 
 
 def _sized(
-  config: Config, target: Target, *, smallest: bool, retune: bool
-) -> tuple[Config, BatchPlan, Sequence[str]]:
-  """Returns the same, or with the smallest size; and lines about what is still to choose."""
-  plan, notes = None, ()
+  config: Config,
+  target: Target,
+  find: Callable[[Config, Topology], Sequence[Candidate]],
+  *,
+  retune: bool,
+) -> tuple[Config, BatchPlan]:
+  """Returns the same, of the sizes, and meshes, that `find` offers."""
+  config, plan = _accumulating(config, target)
+  prober, layout = Prober(config, target.devices, target.layout), target.layout
+  chosen = choose(config, target, prober, remembered_choices(), find=find, retune=retune)
+  if chosen.mesh != config.mesh:
+    layout = mesh_of(chosen, layout.num_devices, layout.num_slices)
+  return chosen, plan or plan_batches(chosen.batch, chosen.run, layout, chosen.optimizer)
+
+
+def _accumulating(config: Config, target: Target) -> tuple[Config, BatchPlan | None]:
+  """Returns the configuration with how it accumulates, and its plan where no size is to be chosen."""
+  plan = None
   if not is_open(config.batch):
     plan = plan_batches(config.batch, config.run, target.layout, config.optimizer)
-  config = resolve_accumulation(config, target.layout, plan)
-  if smallest:
-    config, notes = _with_smallest_size(config, target.layout)
-  else:
-    prober = Prober(config, target.devices, target.layout)
-    config = choose(config, target, prober, remembered_choices(), retune=retune)
+  return resolve_accumulation(config, target.layout, plan), plan
+
+
+def _with_smallest_size(config: Config, target: Target) -> tuple[Config, BatchPlan, Sequence[str]]:
+  """Returns the configuration with a microbatch to check, its plan, and a line if it is still to choose."""
+  config, plan = _accumulating(config, target)
+  config, layout, notes = without_variants(config), target.layout, []
+  if is_open(config.batch):
+    config, notes = _smallest(config, layout)
   return (
     config,
-    plan or plan_batches(config.batch, config.run, target.layout, config.optimizer),
+    plan or plan_batches(config.batch, config.run, layout, config.optimizer),
     notes,
   )
 
 
-def _with_smallest_size(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:
-  """Returns the configuration with a microbatch to check, and a line if it is still to choose."""
-  config = without_variants(config)
-  if not is_open(config.batch):
-    return config, ()
+def _smallest(config: Config, layout: Topology) -> tuple[Config, list[str]]:
+  """Returns the configuration with its smallest size, and a line that it is still to choose."""
   config = with_default_batch(config, layout)
   sizes = sizes_of(config, layout)
   smallest, largest = sizes[0].per_device, sizes[-1].per_device

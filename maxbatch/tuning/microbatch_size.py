@@ -50,12 +50,7 @@ from maxbatch.tuning.candidates import (
   with_default_batch,
 )
 from maxbatch.tuning.eval_candidates import asked_to_evaluate, eval_sizes_of
-from maxbatch.tuning.exploration import (
-  Exploration,
-  explore,
-  with_shared_rows,
-  with_variants,
-)
+from maxbatch.tuning.exploration import Exploration, explore, with_shared_rows, with_variants
 from maxbatch.tuning.remembered import Made, RememberedChoice
 from maxbatch.tuning.search import (
   Choice,
@@ -65,7 +60,9 @@ from maxbatch.tuning.search import (
   Tried,
   agreed,
   choose_largest,
+  choose_shared,
   in_process_0,
+  name_of,
 )
 
 _REMAT = "remat_policy"
@@ -79,6 +76,7 @@ def choose(
   probe: ProbeSize,
   folder: pathlib.Path,
   *,
+  find: Callable[[Config, Topology], Sequence[Candidate]] = sizes_of,
   retune: bool = False,
   say: Say = print,
 ) -> Config:
@@ -89,6 +87,7 @@ def choose(
   Args:
     config: returned as it is unless micro_batch_size is auto.
     probe: what one size needs and how long it takes; called in all processes in the same order.
+    find: the sizes of a configuration on a mesh.
     say: prints a line; called in process 0 only.
 
   Raises:
@@ -97,7 +96,7 @@ def choose(
   if not chooses(config):
     return config
   asked_for, config = config, with_default_batch(config, place.layout)
-  sizes = sizes_of(config, place.layout)
+  sizes = find(config, place.layout)
   depends_on = what_it_depends_on(config, place, sizes)
   line = functools.partial(_line, asked_for, place)
   return choose_from(config, sizes, depends_on, probe, folder, line, retune=retune, say=say)
@@ -278,11 +277,12 @@ def choose_from(
   Raises:
     UserError: nothing fits.
   """
-  by_size = {text(one.size): one for one in sizes}
+  by_size = {name_of(one): one for one in sizes}
 
   def make() -> Made:
-    choice = choose_largest(sizes, agreed(probe), memory_suggestions(config))
-    return Made(choice.chosen.size, choice.why(), [one.as_dict() for one in choice.tried])
+    choice = choose_shared(sizes, agreed(probe), memory_suggestions(config))
+    tried = [one.as_dict() for one in choice.tried]
+    return Made(name_of(choice.chosen.candidate), choice.why(), tried)
 
   memory = RememberedChoice(folder, sizes[0].key, "auto", depends_on)
   size = memory.recalled_or_made(

@@ -10,6 +10,7 @@ What one size needs and takes: its program, compiled and timed, never run until 
 
 import abc
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar
@@ -179,6 +180,11 @@ class Choice:
 
   def why(self) -> str:
     """Returns the choice in half a sentence."""
+    context = self.chosen.candidate.context
+    sharing = f"ici_context_parallelism={context}; " if (context or 1) > 1 else ""
+    return sharing + self._why_size()
+
+  def _why_size(self) -> str:
     first, last = text(self.sizes[0].size), text(self.sizes[-1].size)
     of_all = f"of {first}…{last}" if len(self.sizes) > 1 else "the only size allowed"
     bound = f"largest that fits {of_all}: {self.largest.probe.memory}"
@@ -222,6 +228,53 @@ def choose_largest(sizes: Sequence[Candidate], probe: ProbeSize, suggested_fixes
   return Choice(chosen, known[largest], known.get(above), tuple(sizes), tried)
 
 
+def name_of(candidate: Candidate) -> str:
+  """Returns a size and, if any are tried, its variant."""
+  return " ".join(filter(None, (text(candidate.size), candidate.variant)))
+
+
+def choose_shared(sizes: Sequence[Candidate], probe: ProbeSize, suggested_fixes: str) -> Choice:
+  """Returns `choose_largest` of the sizes with which the fewest devices share a row that fit and are fast.
+
+  More and more devices share a row, until one more doubling is not clearly faster. Where not even the smallest
+  size fits no other is tried.
+
+  Args:
+    sizes: ascending, those of the same `context` one after the other.
+
+  Raises:
+    UserError: nothing fits.
+  """
+  known: dict[Candidate, ProbeResult] = {}
+
+  def once(size: Candidate) -> ProbeResult:
+    if size not in known:
+      known[size] = probe(size)
+    return known[size]
+
+  best = None
+  for _, group in itertools.groupby(sizes, lambda one: one.context):
+    alike = list(group)
+    if len(alike) < len(sizes) and not once(alike[0]).fits:
+      if best is not None:
+        break
+      continue
+    choice = choose_largest(alike, once, suggested_fixes)
+    if best is not None and not _is_clearly_faster(choice.chosen, best.chosen):
+      break
+    best = choice
+  if best is None:
+    least = min(known, key=lambda one: known[one].peak_bytes)
+    raise UserError(nothing_fits(Tried(least, known[least]), suggested_fixes))
+  return dataclasses.replace(best, tried=tuple(Tried(*each) for each in known.items()))
+
+
+def _is_clearly_faster(one: Tried, other: Tried) -> bool:
+  gain = one.samples_per_second / (other.samples_per_second or math.inf) - 1
+  # Clocks that scatter by more than that do not show it clearly.
+  return gain >= max(CLEARLY_FASTER, one.probe.spread, other.probe.spread)
+
+
 def _bounds(known: Mapping[int, Tried], num_sizes: int) -> tuple[int, int]:
   """Returns the largest index that is known to fit, -1 for none, and the smallest known not to."""
   fitting = [index for index, tried in known.items() if tried.probe.fits]
@@ -233,10 +286,7 @@ def _fastest(known: Mapping[int, Tried], largest: int) -> int:
   """Returns the fastest of the sizes that fit, if it is clearly faster than the largest; else that."""
   fitting = [index for index, tried in known.items() if tried.probe.fits]
   best = max(fitting, key=lambda index: known[index].samples_per_second)
-  gain = known[best].samples_per_second / (known[largest].samples_per_second or math.inf) - 1
-  # Clocks that scatter by more than that do not show it clearly.
-  clearly = max(CLEARLY_FASTER, known[best].probe.spread, known[largest].probe.spread)
-  return best if gain >= clearly else largest
+  return best if _is_clearly_faster(known[best], known[largest]) else largest
 
 
 def nothing_fits(smallest: Tried, suggested_fixes: str) -> str:
