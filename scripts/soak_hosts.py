@@ -22,6 +22,7 @@ import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ from maxbatch.estimate.failures import Recovery, simulate
 from maxbatch.run_folder.metrics import read_metrics
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
-BATCH, COPY_PERIOD = 12, 5
+BATCH, COPY_PERIOD, ROWS_EACH = 12, 5, 5
 HEARTBEAT_SECONDS = 12
 PATIENCE_SECONDS = 600
 SIZES = (
@@ -277,27 +278,33 @@ def last_copy(run: Run) -> int:
 def goodputs(run: Run) -> str:
   """Says what share of a run's time counted, and what the simulator says with the run's own times.
 
-  A host that comes back is a restart too.
+  A host that comes back is a restart too. Steps and copies take their mean, restarts come from storage as often
+  as in the run.
   """
-  restarts = len(run.events("restart"))
+  sources = [event["source"] for event in run.events("restart")]
+  restarts, from_storage = len(sources), sources.count("storage")
   said = re.findall(r"Goodput: ([\d.]+)% of ([\d,.]+) s", run.said())
   times, save_steps = measured(str(run.path)), int(re.findall(r"checkpoint_period=(\d+)", SIZES)[0])
-  if not (said and restarts and times.step_seconds and times.restart_seconds):
+  steps = [one["step_seconds"] for one in read_metrics(run.path) if "step_seconds" in one]
+  copies = [event["seconds"] for event in run.events("copied")]
+  if not (said and restarts and steps and copies and times.restart_seconds):
     return "too short for a goodput"
+  step, copy = statistics.fmean(steps), statistics.fmean(copies)
   share, seconds = float(said[-1][0]), float(said[-1][1].replace(",", ""))
   restart = times.restart_seconds + (times.compile_seconds or 0.0)
   simulated = simulate(
     run.hosts,
     run.hosts * seconds / restarts,
     Recovery(times.save_seconds or 0.0, restart),
-    save_steps * times.step_seconds,
-    Recovery(times.copy_seconds or 0.0, restart),
-    COPY_PERIOD * times.step_seconds,
+    save_steps * step,
+    Recovery(copy, restart),
+    COPY_PERIOD * step,
+    storage_share=from_storage / restarts,
   )
   return (
     f"goodput {share:.1f}% of {seconds:,.0f} s, simulated {100 * simulated:.1f}% with a step of "
-    f"{times.step_seconds:.3f} s, copies of {times.copy_seconds or 0.0:.3f} s, restarts of {restart:.1f} s and "
-    f"one every {seconds / restarts:.1f} s"
+    f"{step:.3f} s, copies of {copy:.3f} s, restarts of {restart:.1f} s, one every {seconds / restarts:.1f} s "
+    f"and {from_storage} of {restarts} from storage"
   )
 
 
@@ -359,6 +366,8 @@ def main(arguments: Sequence[str]) -> int:
   given = parser.parse_args(arguments)
   rng, folder = random.Random(given.seed), given.folder.absolute()
   keys = [f"steps={given.steps}", f"ici_fsdp_parallelism={-1}", "ici_data_parallelism=1"]
+  # Of three hosts two are left with 15 rows, and one of padding.
+  keys.append(f"batch_size={ROWS_EACH * given.hosts}")
   undisturbed = Run(folder, f"undisturbed-{given.hosts}", given.hosts, keys)
   wrong, faults, runs, met = [], 0, 0, collections.Counter[str]()
   if any(undisturbed.wait()):

@@ -85,6 +85,7 @@ def simulate(
   copy_interval: float = 0.0,
   seed: int = 0,
   num_failures: int = NUM_FAILURES,
+  storage_share: float = 0.0,
 ) -> float:
   """Returns the share of the time in steps that count, by playing through failures of single hosts.
 
@@ -97,6 +98,7 @@ def simulate(
     memory: copies in memory; None: there are none.
     copy_interval: seconds of training between two copies.
     seed: the same gives the same result.
+    storage_share: of the failures that need storage for another reason, as two hosts that fail at once.
   """
   rng, rate = random.Random(seed), num_hosts / mtbf_seconds
   run = _Run(storage, save_interval, memory, copy_interval)
@@ -106,6 +108,7 @@ def simulate(
   for _ in range(num_failures):
     host = rng.randrange(num_hosts)
     lost_copy = (host + 1) % num_hosts in down or (host - 1) % num_hosts in down
+    lost_copy |= storage_share > 0 and rng.random() < storage_share
     down.add(host)
     recovery = run.fail(in_memory=memory is not None and not lost_copy)
     left = rng.expovariate(rate)

@@ -1,5 +1,6 @@
 """Goodput where hosts fail: formulas against a search, and the simulation against one host by one."""
 
+import dataclasses
 import heapq
 import json
 import math
@@ -92,6 +93,11 @@ def test_the_simulation_agrees_with_hosts_that_fail_one_by_one(mtbf, restart):
   result = simulate(*given)
   assert 1 - result == pytest.approx(1 - one_by_one(*given), rel=0.06)
   assert result > simulate(*given[:4])
+  # Two that always fail at once leave storage alone, and what copies cost.
+  num_hosts, mtbf, storage, saves, memory, copies = given
+  free = dataclasses.replace(memory, save_seconds=0.0)
+  both = simulate(num_hosts, mtbf, storage, saves, free, copies, storage_share=1.0)
+  assert 1 - both == pytest.approx(1 - simulate(*given[:4]), rel=0.06)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *keys: str) -> str:
