@@ -401,8 +401,10 @@ workers._main("0", str(write_end))
 
 def test_a_worker_whose_parent_is_killed_removes_its_files_however_often_it_is_told(tmp_path):
   work = pickle.dumps(([types.SimpleNamespace(path=tmp_path / "shard")], None))
-  pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+  pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
   with subprocess.Popen([sys.executable, "-c", ENDING], **pipes) as worker:
+    assert worker.stdin is not None
+    assert worker.stderr is not None
     worker.stdin.write(work)
     worker.stdin.flush()
     assert worker.wait(PATIENCE_SECONDS) == 1

@@ -310,6 +310,7 @@ EFFECTS = [
    "per_device_batch_size_start=2 per_device_batch_size_increment=3 global_rampup_samples=900"),
   (planned, "batch_size=64 batch_schedule=gns gns=norm", "gns_max_batch_size=128"),
   (planned, "batch_size=32", "expansion_factor_real_data=2 eval_per_device_batch_size=9 num_simulated_devices=4"),
+  (planned, "batch_size=8 num_simulated_devices=8", "pad_batch=true"),
   (planned, "compile_topology=v5e-8 dcn_data_parallelism=-1", "compile_topology_num_slices=2"),
   (planned, "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0.7 learning_rate_final_fraction=0.5 warmup_steps_fraction=0.3"),
   (planned, "pipeline_schedule=circular ici_pipeline_parallelism=2 base_num_decoder_layers=8 batch_size=64",

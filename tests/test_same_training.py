@@ -30,11 +30,14 @@ CASES = {
   "init_weights_seed=2",
   # Rows of which each process has half, with documents that the processes share.
   "shared": "batch_size=8 per_device_batch_size=1/2 ici_context_parallelism=4 gns=norm",
+  # Two rows on each of 4 devices, the last of which has nothing but padding.
+  "padded": "batch_size=6 pad_batch=true dropout_rate=0.1 num_experts=4 base_moe_mlp_dim=8 "
+  "load_balance_loss_weight=0.1 load_balance_loss_type=last_step gns_from_microbatches=true",
 }
 """What each run adds to the common keys."""
 UNSAVED = "enable_checkpointing=false"
 """Their parameters are kept beside their folders."""
-OF = {1: list(CASES), 2: ["streamed", "steered", "shared"], 4: ["pipeline"]}
+OF = {1: list(CASES), 2: ["streamed", "steered", "shared", "padded"], 4: ["pipeline"]}
 """The runs of so many processes; a fused one goes from one number of them to another."""
 
 LOADING = {
@@ -69,7 +72,9 @@ def trained(tmp_path_factory) -> pathlib.Path:
   }
   one_mesh = f"{FUSED} ici_fsdp_parallelism=2 ici_expert_parallelism=2"
   other_mesh = f"{FUSED} ici_expert_parallelism=4"
+  divides = f"{CASES['padded']} pad_batch=false ici_tensor_parallelism=2"
   lines[1] += [
+    line(places[1], "divides", f"{divides} {UNSAVED}", 4),
     line(places[1], "undisturbed", one_mesh, 6),
     line(places[1], "chain", one_mesh, 2),
   ]
@@ -89,9 +94,14 @@ def parameters(path: pathlib.Path) -> list[np.ndarray]:
     return list(arrays.values())
 
 
-def assert_same(one: pathlib.Path, other: pathlib.Path, *, exactly: bool) -> None:
-  """That two runs are one: in what they recorded, and in their parameters."""
-  ours, theirs = records(one), records(other)
+def assert_same(
+  one: pathlib.Path, other: pathlib.Path, *, exactly: bool, but: tuple[str, ...] = ()
+) -> None:
+  """That two runs are one: in what they recorded, but for these names, and in their parameters."""
+  ours, theirs = (
+    [{name: x for name, x in each.items() if not name.startswith(but)} for each in records(run)]
+    for run in (one, other)
+  )
   assert len(ours) == len(theirs) > 4
   for mine, its in zip(ours, theirs, strict=True):
     assert mine == pytest.approx(its, rel=1e-6, abs=1e-6)
@@ -105,6 +115,12 @@ def assert_same(one: pathlib.Path, other: pathlib.Path, *, exactly: bool) -> Non
 @pytest.mark.parametrize(("name", "count"), [(name, n) for n in (2, 4) for name in OF[n]])
 def test_several_processes_train_as_one(trained, name, count):
   assert_same(trained / "1" / name, trained / str(count) / name, exactly=True)
+
+
+def test_a_padded_batch_trains_as_one_that_divides(trained):
+  """Noise of microbatches is of others, where they are others."""
+  but = ("micro_batch_to_train", "gns/")
+  assert_same(trained / "1" / "divides", trained / "1" / "padded", exactly=False, but=but)
 
 
 def test_the_batch_follows_the_noise_scale(trained):

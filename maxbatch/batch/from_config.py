@@ -37,7 +37,7 @@ from maxbatch.core.schedule import (
   constant,
   schedule_name,
 )
-from maxbatch.core.solve import fitting_micro_batch, nearest_multiples, solve
+from maxbatch.core.solve import fitting_micro_batch, nearest_batches, nearest_multiples, solve
 from maxbatch.core.topology import AXES, Topology, fill
 from maxbatch.errors import UserError
 
@@ -214,18 +214,17 @@ def plan_batches(
   Raises:
     UserError: sizes contradict each other or are not whole; the message suggests sizes that work.
   """
-  budget = {
-    "steps": run.steps,
-    "total_samples": run.total_samples,
-    "total_tokens": run.total_tokens,
-  }
-  keys = dataclasses.replace(batch_keys(batch), **budget)
+  keys = dataclasses.replace(
+    batch_keys(batch),
+    steps=run.steps,
+    total_samples=run.total_samples,
+    total_tokens=run.total_tokens,
+  )
   follow = functools.partial(seesaw, optimizer, run.schedule_unit)
   plan = derive(keys, topology, functools.partial(_phase_starts, batch, follow))
-  most = batch.gns_max_batch_size
-  most = _DEFAULT_MAX_GROWTH * plan.global_batch_to_train if most == -1 else most
-  most = most if follows_noise_scale(batch) else 0
-  return dataclasses.replace(plan, max_batch=most, loading_hosts=batch.loading_hosts)
+  most, usual = batch.gns_max_batch_size, _DEFAULT_MAX_GROWTH * plan.global_batch_to_train
+  largest = (usual if most == -1 else most) * follows_noise_scale(batch)
+  return dataclasses.replace(plan, max_batch=largest, loading_hosts=batch.loading_hosts)
 
 
 def given_sizes(batch: BatchConfig) -> GivenSizes:
@@ -246,8 +245,7 @@ def eval_plan(
   Raises:
     UserError: the devices cannot share so many samples.
   """
-  micro_batch = per_device * topology.num_devices
-  count = max(1, math.ceil(run.eval_samples / micro_batch))
+  count = max(1, math.ceil(run.eval_samples / (per_device * topology.num_devices)))
   return plan(
     micro_batch_size=per_device,
     gradient_accumulation_steps=count,
@@ -277,6 +275,7 @@ def batch_keys(batch: BatchConfig) -> BatchKeys:
     max_target_length=batch.max_target_length,
     expansion_factor_real_data=batch.expansion_factor_real_data,
     eval_per_device_batch_size=evaluated if isinstance(evaluated, Fraction) else 0,
+    pad_batch=batch.pad_batch,
     batch_schedule=batch.batch_schedule,
     batch_schedule_type=shown(batch.batch_schedule_type),
     batch_schedule_unit=batch.batch_schedule_unit,
@@ -307,6 +306,12 @@ def _phase_starts(batch: BatchConfig, follow: Build, inputs: ScheduleInputs) -> 
 def _check_growth(inputs: ScheduleInputs, most: int) -> None:
   """Checks gns_max_batch_size; -1 is not given."""
   batch, micro = inputs.sizes.batch, inputs.sizes.micro_batch
+  if inputs.sizes.padding:
+    near = [f"batch_size={size}" for size in nearest_batches(batch, inputs.topology)]
+    raise UserError(
+      f"pad_batch=true: batch_schedule=gns takes multiples of the microbatch, and batch_size={batch} is "
+      f"none; nearest: {' or '.join(near)}"
+    )
   if most != -1 and most < batch:
     raise UserError(
       f"gns_max_batch_size={most} must be at least batch_size={batch}, with which "

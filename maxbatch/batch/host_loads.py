@@ -307,8 +307,13 @@ def host_loads(plan: BatchPlan, num_hosts: int) -> list[HostLoad]:
     UserError: the devices do not divide evenly over the hosts, or loading_hosts does not fit them.
   """
   result = planned_redistribution(plan, num_hosts)
-  of_block = plan.global_batch_to_train // len(result.readers)
-  samples = [len(result.blocks_read.get(host, ())) * of_block for host in range(num_hosts)]
+  batch, blocks = plan.global_batch_to_train, len(result.readers)
+  of_block = [batch // blocks] * blocks
+  if batch % blocks:  # The last rows of the last microbatch are padding.
+    rows, before = plan.micro_batch_to_train // blocks, plan.num_microbatches - 1
+    last = batch - before * plan.micro_batch_to_train
+    of_block = [rows * before + min(max(last - b * rows, 0), rows) for b in range(blocks)]
+  samples = [sum(of_block[b] for b in result.blocks_read.get(h, ())) for h in range(num_hosts)]
   loads, host = [], 0
   for size, hosts in itertools.groupby(samples):
     count = sum(1 for _ in hosts)

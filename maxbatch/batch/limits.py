@@ -4,7 +4,7 @@ from fractions import Fraction
 
 from maxbatch.core.keys import counted, text
 from maxbatch.core.plan import BatchPlan
-from maxbatch.core.solve import nearest_divisors
+from maxbatch.core.solve import nearest_batches, nearest_divisors
 
 
 def limits(plan: BatchPlan) -> list[str]:
@@ -14,11 +14,13 @@ def limits(plan: BatchPlan) -> list[str]:
 
 def _batches(plan: BatchPlan) -> str:
   micro, batch = plan.micro_batch_to_train, plan.global_batch_to_train
-  near = [f"{size:,}" for size in (batch - micro, batch + micro) if size > 0]
-  return (
-    f"with this microbatch the global batch is a multiple of {micro:,}; nearest to {batch:,}: "
-    f"{' and '.join(near)}"
-  )
+  sizes = [batch - micro, batch + micro]
+  rule = f"with this microbatch the global batch is a multiple of {micro:,}"
+  if plan.padding_rows:
+    sizes = nearest_batches(batch, plan.topology)
+    rule = f"without padding the global batch is a multiple of {plan.topology.num_batch_groups:,}"
+  near = [f"{size:,}" for size in sizes if size > 0]
+  return f"{rule}; nearest to {batch:,}: {' and '.join(near)}"
 
 
 def _rows(plan: BatchPlan) -> list[str]:
@@ -38,7 +40,7 @@ def _devices(plan: BatchPlan) -> str:
   groups, devices = plan.topology.num_batch_groups, plan.topology.num_devices
   batch, sharing = plan.global_batch_to_train, devices // groups
   rows = plan.micro_batch_to_train // groups
-  near = nearest_divisors(batch // rows, Fraction(groups))
+  near = [] if plan.padding_rows else nearest_divisors(batch // rows, Fraction(groups))
   others = [
     f"{counted(count * sharing, 'device')} "
     f"({counted(batch // (rows * count), 'microbatch', 'microbatches')})"

@@ -5,7 +5,8 @@ G·r rows over G data-parallel groups, row m·G·r + g·r + j of the step is row
 microbatch m. So an array [k, G·r, …] that is sharded along its second dimension has every row on
 the device that uses it, and no row moves between devices.
 
-A process loads only the rows of its own groups: the same columns of every microbatch.
+A process loads only the rows of its own groups: the same columns of every microbatch. Where a batch does
+not fill its last microbatch (pad_batch), the rows from B on are padding, of sample −1 and without weight.
 
 Legend of shapes: k microbatches, r rows per group and microbatch.
 """
@@ -38,15 +39,12 @@ class RowPlan:
 
   num_microbatches: int
   micro_batch: int
-
-  @property
-  def num_rows(self) -> int:
-    """Rows of the step: its global batch."""
-    return self.num_microbatches * self.micro_batch
+  num_samples: int
+  """Rows that hold a sample, the first ones: the step's global batch."""
 
   def rows_at(self, columns: np.ndarray) -> np.ndarray:
     """Returns the offsets int64[k, len(columns)] from the step's first sample of the rows in these
-    columns."""
+    columns; those from `num_samples` on are padding."""
     return np.arange(self.num_microbatches)[:, None] * self.micro_batch + columns[None, :]
 
 
@@ -62,7 +60,7 @@ def row_of_step(dispatch: int, place: int, micro_batch: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class StepRows:
-  """One step: the sample it begins at and its number of microbatches."""
+  """One step: the sample it begins at and its number of microbatches, which its samples fill."""
 
   first_sample: int
   num_microbatches: int
@@ -138,8 +136,7 @@ def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[Segm
 
 def _dispatched(phase: Phase, *, streamed: bool) -> tuple[range, int]:
   """Returns the first samples of a phase's dispatches, and the microbatches of each."""
-  per_dispatch = 1 if streamed else phase.num_microbatches
-  size = phase.micro_batch * per_dispatch
+  per_dispatch, size = (1, phase.micro_batch) if streamed else (phase.num_microbatches, phase.batch)
   return range(phase.first.samples, phase.end.samples, size), per_dispatch
 
 
@@ -157,35 +154,37 @@ class StepTable:
       steps.runs
       if isinstance(steps, Steps)
       else [
-        (range(step.first_sample, step.first_sample + 1), step.num_microbatches) for step in steps
+        (range(first, first + k * micro_batch, k * micro_batch), k)
+        for first, k in ((step.first_sample, step.num_microbatches) for step in steps)
       ]
     )
     self.first_samples = JoinedRanges(firsts for firsts, _ in self._runs)
     self.end = 0
-    for number, (firsts, num_microbatches) in enumerate(self._runs):
+    for number, (firsts, _) in enumerate(self._runs):
       if number and firsts[0] != self.end:
         last = self.first_samples.index(firsts[0]) - 1
         raise ValueError(f"step {last} ends at {self.end}, where the next does not begin")
-      self.end = firsts[-1] + num_microbatches * micro_batch
+      self.end = firsts[-1] + firsts.step
 
   def __len__(self) -> int:
     return len(self.first_samples)
 
   def plan(self, step: int) -> RowPlan:
     """Returns the layout of step `step` of the table."""
-    _, num_microbatches = self._runs[self.first_samples.number_of(step)]
-    return RowPlan(num_microbatches, self.micro_batch)
+    firsts, num_microbatches = self._runs[self.first_samples.number_of(step)]
+    return RowPlan(num_microbatches, self.micro_batch, firsts.step)
 
   def samples(self, step: int, columns: np.ndarray) -> np.ndarray:
-    """Returns the samples int64[k·len(columns)], ascending, in these columns of the step."""
-    return self.first_samples[step] + self.plan(step).rows_at(columns).reshape(-1)
+    """Returns the samples int64[S], ascending, in these columns of the step: k·len(columns) without padding."""
+    plan = self.plan(step)
+    rows = plan.rows_at(columns).reshape(-1)
+    return self.first_samples[step] + rows[rows < plan.num_samples]
 
   def sample_ids(self, step: int, capacity: int) -> np.ndarray:
     """Returns the ids int32[capacity, micro_batch] of the step's samples; −1 beyond them."""
     plan, first = self.plan(step), self.first_samples[step]
     ids = np.full((capacity, self.micro_batch), -1, np.int32)
-    samples = np.arange(first, first + plan.num_rows)
-    ids[: plan.num_microbatches] = ids_of(samples).reshape(-1, self.micro_batch)
+    ids.reshape(-1)[: plan.num_samples] = ids_of(np.arange(first, first + plan.num_samples))
     return ids
 
   def samples_between(self, begin: int, end: int, columns: np.ndarray) -> np.ndarray:
@@ -203,9 +202,5 @@ class StepTable:
     Raises:
       UserError: a load is not a whole number of samples.
     """
-    runs = (
-      (firsts[0], firsts[-1] + size, size)
-      for firsts, num_microbatches in self._runs
-      for size in (num_microbatches * self.micro_batch,)
-    )
+    runs = ((firsts[0], firsts[-1] + firsts.step, firsts.step) for firsts, _ in self._runs)
     return JoinedRanges([*load_ranges(runs, factor), range(self.end, self.end + 1)])

@@ -33,6 +33,7 @@ class BatchKeys:
   max_target_length: int = 1
   expansion_factor_real_data: Fraction | int = 1
   eval_per_device_batch_size: Fraction | int = 0
+  pad_batch: bool = False
   batch_schedule: Pairs | str = ()
   """Pairs, or the name of a schedule that a run makes, of which batch_size is the first batch."""
   batch_schedule_type: str = "constant"
@@ -75,6 +76,7 @@ class BatchKeys:
         *_if_set("gradient_accumulation_steps", self.gradient_accumulation_steps),
         *([GivenSize("micro_batch_size", Fraction(1), word="none")] if none else []),
       ),
+      may_pad=self.pad_batch,
     )
 
 
@@ -109,6 +111,8 @@ class GivenSizes:
   batch: GivenSize | None
   per_device: GivenSize | None
   num_microbatches: GivenSize | None
+  may_pad: bool = False
+  """Whether rows without weight may fill the last microbatch up."""
 
 
 def _if_set(key: str, value: Fraction | int, scale: int = 1) -> list[GivenSize]:

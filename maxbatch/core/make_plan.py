@@ -34,6 +34,7 @@ def plan(
   max_target_length: Number = -1,
   expansion_factor_real_data: Number = 1,
   eval_per_device_batch_size: Number = 0,
+  pad_batch: bool = False,
   batch_schedule: Schedule = (),
   batch_schedule_type: Literal["constant", "linear", "doubling"] = "constant",
   batch_schedule_unit: Unit = "samples",
@@ -73,6 +74,8 @@ def plan(
     max_target_length: tokens of a sample, which sizes in tokens need.
     expansion_factor_real_data: samples that are loaded for each that is trained on.
     eval_per_device_batch_size: as micro_batch_size, for evaluation; 0: the same.
+    pad_batch: fills the last microbatch of a step up with rows of padding where the batch does not
+      divide over the devices; a loss must give them no weight.
     batch_schedule: how the batch changes: pairs (at, samples per step), the first at 0, in the unit
       of batch_schedule_unit; a RampupBatchManager; or a function from ScheduleInputs to pairs.
     batch_schedule_type: "linear" or "doubling", from batch_size_start over batch_schedule_length.
@@ -99,6 +102,7 @@ def plan(
     max_target_length=max_target_length,
     expansion_factor_real_data=expansion_factor_real_data,
     eval_per_device_batch_size=eval_per_device_batch_size,
+    pad_batch=pad_batch,
     batch_schedule=pairs,
     batch_schedule_type=batch_schedule_type,
     batch_schedule_unit="samples" if is_rampup else batch_schedule_unit,
@@ -141,7 +145,7 @@ def _keys(**given: Any) -> BatchKeys:
     )
   keys = dict(given)
   for key, value in given.items():
-    if key not in {*_WORDS, "batch_schedule"} and value != "none":
+    if key not in {*_WORDS, "batch_schedule", "pad_batch"} and value != "none":
       keys[key] = exact(key, value) if key in _EXACT else whole(key, value)
   keys["max_target_length"] = max(1, keys["max_target_length"])
   return BatchKeys(**keys)

@@ -36,7 +36,7 @@ class SchedulePoint:
   @property
   def num_microbatches(self) -> int:
     """Microbatches per step: gradient_accumulation_steps in this phase."""
-    return self.batch // self.micro_batch
+    return math.ceil(Fraction(self.batch, self.micro_batch))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,8 @@ class BatchSchedule:
 
   unit: Literal["steps", "samples"]
   points: tuple[SchedulePoint, ...]
+  may_pad: bool = False
+  """Whether rows without weight may fill the last microbatch of a step up."""
 
 
 ENDLESS_STEPS = 2**53
@@ -81,7 +83,7 @@ class Phase:
   @property
   def num_microbatches(self) -> int:
     """Microbatches per step: gradient_accumulation_steps in this phase."""
-    return self.batch // self.micro_batch
+    return math.ceil(Fraction(self.batch, self.micro_batch))
 
   @property
   def end(self) -> Position:
@@ -117,7 +119,7 @@ def phases_of(schedule: BatchSchedule, budget: Budget, start: Position) -> tuple
     phases.append(phase)
     position = phase.end
     if ending:
-      phases += _partial_step(budget, phase, rest)
+      phases += _partial_step(budget, phase, rest, may_pad=schedule.may_pad)
       break
   reached = [phase for phase in phases if phase.num_steps]
   return tuple(reached or phases[:1])
@@ -147,15 +149,15 @@ def _steps_within_budget(
   return steps, left - steps * point.batch
 
 
-def _partial_step(budget: Budget, phase: Phase, rest: Fraction) -> list[Phase]:
+def _partial_step(budget: Budget, phase: Phase, rest: Fraction, *, may_pad: bool) -> list[Phase]:
   """Returns the partial last step, of the samples left in a budget of samples or tokens, if any.
 
   So the run consumes exactly its budget, also with a ramp-up, whose steps rarely add up to a round
-  number. The step must be whole microbatches, which need no other compilation.
+  number. The step must be whole microbatches, which need no other compilation, or may be padded to them.
   """
   if rest == 0:
     return []
-  if rest % phase.micro_batch:
+  if rest % (1 if may_pad else phase.micro_batch):
     raise UserError(_no_whole_microbatch(budget, phase, rest))
   return [
     Phase(phase.number, phase.end, 1, int(rest), phase.micro_batch, is_cut=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from maxbatch.core.keys import Unit, text
+from maxbatch.core.keys import Unit, counted, text
 from maxbatch.core.phases import (
   BatchSchedule,
   Budget,
@@ -82,6 +82,11 @@ class BatchPlan:
   def num_microbatches(self) -> int:
     """Microbatches of a step: gradient_accumulation_steps."""
     return self.gradient_accumulation_steps
+
+  @property
+  def padding_rows(self) -> int:
+    """Rows of the last microbatch of a step that hold no sample, and weigh nothing (pad_batch)."""
+    return self.micro_batch_to_train * self.num_microbatches - self.global_batch_to_train
 
   @property
   def tokens_per_step(self) -> int:
@@ -255,6 +260,7 @@ class BatchPlan:
       "per_device_batch_size": text(self.per_device_batch_size),
       "gradient_accumulation_steps": self.gradient_accumulation_steps,
       "tokens_per_step": self.tokens_per_step,
+      **({"padding_rows": self.padding_rows} if self.padding_rows else {}),
       **({} if self.budget.is_endless else self._totals()),
       "batch_schedule": [[text(point.at), point.batch] for point in self.schedule.points],
     }
@@ -304,6 +310,8 @@ class BatchPlan:
     per_device, factor = text(self.per_device_batch_size), text(self.expansion_factor_real_data)
     per_device_eval = text(self.per_device(self.eval_batch))
     accumulation, length = f"{self.gradient_accumulation_steps:,}", f"{self.max_target_length:,}"
+    if self.padding_rows:
+      accumulation += f" − {counted(self.padding_rows, 'row')} of padding without weight"
     samples = {
       "micro_batch_to_train": (micro, f"{devices:,} × per_device_batch_size {per_device}"),
       "global_batch_to_train": (batch, f"{micro:,} × gradient_accumulation_steps {accumulation}"),

@@ -261,6 +261,7 @@ def make_schedule(inputs: ScheduleInputs, build: Build | None = None) -> BatchSc
   return BatchSchedule(
     unit="steps" if unit == "steps" else "samples",
     points=tuple(dataclasses.replace(point, at=point.at / scale) for point in points),
+    may_pad=inputs.keys.pad_batch,
   )
 
 
@@ -291,7 +292,8 @@ def _point(inputs: ScheduleInputs, number: int, at: Fraction, batch: Fraction) -
   """Returns a phase with its microbatch: the run's, or the largest smaller one that divides the batch."""
   groups = inputs.topology.num_batch_groups
   rows = batch / groups
-  if rows.denominator != 1 or rows <= 0:
+  is_padded = inputs.keys.pad_batch and batch.denominator == 1
+  if (rows.denominator != 1 and not is_padded) or rows <= 0:
     nearest = " or ".join(f"[{text(at)}, {near}]" for near in nearest_multiples(groups, batch))
     raise UserError(
       f"batch_schedule: phase {number}, [{text(at)}, {text(batch)}], has {text(batch)} samples, "

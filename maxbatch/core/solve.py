@@ -17,6 +17,9 @@ multiple of its microbatch. The three unknowns, and the keys that give each of t
 
 Two of the three give the third; with fewer, k is 1, then b DEFAULT_PER_DEVICE_BATCH_SIZE.
 
+With pad_batch the batch need not be a multiple of G: where it is none, r, or k where r is given, is rounded
+up, and p rows of padding fill the last microbatch up, so that global_batch_to_train = G · r · k − p.
+
 Example: batch_size=512 micro_batch_size=16 on 8 devices with ici_tensor_parallelism=2. D = 8 and
 G = 4, so micro_batch_to_train = 8 · 16 = 128, r = 128 / 4 = 32 samples per group, and
 gradient_accumulation_steps = 512 / 128 = 4.
@@ -48,11 +51,13 @@ class Sizes:
 
   micro_batch: int
   num_microbatches: int
+  padding: int = 0
+  """Rows of the last microbatch that hold no sample."""
 
   @property
   def batch(self) -> int:
     """Samples of one step."""
-    return self.micro_batch * self.num_microbatches
+    return self.micro_batch * self.num_microbatches - self.padding
 
 
 def solve(given: GivenSizes, topology: Topology) -> Sizes:
@@ -84,6 +89,8 @@ def solve(given: GivenSizes, topology: Topology) -> Sizes:
 def _solved(given: GivenSizes, topology: Topology) -> Sizes:
   """Returns the sizes, however large."""
   batch, per_device, accumulation = given.batch, given.per_device, given.num_microbatches
+  if given.may_pad and batch and (padded := _padded(batch, per_device, accumulation, topology)):
+    return padded
   if batch is None:
     default = GivenSize("per_device_batch_size", DEFAULT_PER_DEVICE_BATCH_SIZE)
     micro_batch = whole_micro_batch(per_device or default, topology)
@@ -101,6 +108,24 @@ def _solved(given: GivenSizes, topology: Topology) -> Sizes:
       f"{sizes.batch} samples per step; change one of them: {', or '.join(offers)}"
     )
   return sizes
+
+
+def _padded(
+  batch: GivenSize, per_device: GivenSize | None, accumulation: GivenSize | None, topology: Topology
+) -> Sizes | None:
+  """Returns the sizes of a batch that does not divide over the groups; None where it does, or where a device
+  would have nothing but padding in a microbatch that could be smaller."""
+  count, groups = int(accumulation.size) if accumulation else None, topology.num_batch_groups
+  if batch.size.denominator != 1 or batch.size % groups == 0:
+    return None
+  if per_device is None:
+    micro_batch = groups * math.ceil(batch.size / (groups * (count or 1)))
+  else:
+    micro_batch = whole_micro_batch(per_device, topology)
+  needed, least = math.ceil(batch.size / micro_batch), groups * math.ceil(batch.size / groups)
+  if needed != (count or needed) or micro_batch > least:
+    return None
+  return Sizes(micro_batch, needed, micro_batch * needed - int(batch.size))
 
 
 def solve_num_devices(given: GivenSizes) -> int:
@@ -294,11 +319,13 @@ def fitting_micro_batch(micro_batch: int, batch: int, topology: Topology) -> int
 
   Args:
     micro_batch: samples per microbatch, a multiple of the data-parallel groups.
-    batch: samples per step, likewise.
+    batch: samples per step, likewise; else it is padded to a microbatch that is not larger than need be.
   """
   if batch % micro_batch == 0:
     return micro_batch
   groups = topology.num_batch_groups
+  if batch % groups:
+    return min(micro_batch, groups * math.ceil(Fraction(batch, groups)))
   return groups * nearest_divisors(batch // groups, Fraction(micro_batch, groups))[0]
 
 
@@ -312,6 +339,17 @@ def splits_of(batch: int, topology: Topology) -> list[tuple[Fraction, int]]:
   if rest or not rows:
     return []
   return [(per_device_size(size, topology), rows // size) for size in divisors(rows)]
+
+
+def microbatch_rows(sizes: Sizes, topology: Topology) -> list[int]:
+  """Returns the rows of a group in which the microbatch may be divided further, ascending.
+
+  Those that divide it; what is padded also into 2, 4, … microbatches, each rounded up.
+  """
+  rows = samples_per_group(sizes.micro_batch, topology)
+  if sizes.padding:
+    return sorted({math.ceil(rows / 2**power) for power in range(rows.bit_length())})
+  return list(divisors(rows))
 
 
 def nearest_batches(batch: int, topology: Topology) -> list[int]:

@@ -10,7 +10,8 @@ imports do not use devices: worker processes run it too.
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Generator, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
 import grain
@@ -101,7 +102,7 @@ class ReadPlan:
 
 
 class StepReader:
-  """Iterates over steps: arrays [K, R, …] of a process's rows; microbatches beyond k are 0.
+  """Iterates over steps: arrays [K, R, …] of a process's rows; padding, and microbatches beyond k, are 0.
 
   K is what `microbatches` makes of k and C. A process that reads no row opens no file.
   """
@@ -121,12 +122,16 @@ class StepReader:
     self._capacity = capacity
     self._microbatches = microbatches
     self._workers = worker_count if len(columns) else 0
-    self._loads = (
-      _start(self._plan, order, worker_count, ahead) if len(columns) else _nothing(order)
-    )
+    self._order = order
+    self._loads = _start(self._plan, order, worker_count, ahead) if len(columns) else None
     self._pending: list[Arrays] = []
     self._load = 0
     self._step = 0
+
+  @functools.cached_property
+  def _no_rows(self) -> Arrays:
+    """What a row looks like, where a process has none of a step."""
+    return self._order(np.zeros(0, np.int64))
 
   def __iter__(self) -> Iterator[Arrays]:
     return self
@@ -138,14 +143,15 @@ class StepReader:
     if microbatches > self._capacity:
       raise ValueError(f"{microbatches} microbatches exceed the capacity of {self._capacity}")
     wanted = len(self._plan.steps.samples(self._step, self._plan.columns))
-    pieces = self._take(wanted) or [next(self._loads)]
+    pieces = self._take(wanted) or [self._no_rows]
     self._step += 1
     names = pieces[0]
     return {name: self._stack([each[name] for each in pieces], microbatches) for name in names}
 
   def close(self) -> None:
     """Stops the threads and processes that read ahead, and frees what they have read."""
-    self._loads.close()
+    if self._loads is not None:
+      self._loads.close()
     self._pending.clear()
     if self._workers:
       _free_shared_memory()
@@ -167,6 +173,7 @@ class StepReader:
     return pieces
 
   def _next_load(self) -> Arrays:
+    assert self._loads is not None
     try:
       load = next(self._loads)
     except (OSError, RuntimeError, StopIteration) as error:
@@ -185,10 +192,11 @@ class StepReader:
     length = self._microbatches(microbatches, self._capacity)
     shape = (length, len(self._plan.columns), *pieces[0].shape[1:])
     # Rows from a worker lie in shared memory, of which containers have little: a copy frees it.
-    if len(pieces) == 1 and microbatches == length and not self._workers:
+    num_rows = sum(map(len, pieces))
+    if len(pieces) == 1 and num_rows == math.prod(shape[:2]) and not self._workers:
       return pieces[0].reshape(shape)
     stacked = np.zeros(shape, pieces[0].dtype)
-    np.concatenate(pieces, out=stacked[:microbatches].reshape(-1, *shape[2:]))
+    np.concatenate(pieces, out=stacked.reshape(-1, *shape[2:])[:num_rows])
     return stacked
 
 
@@ -202,13 +210,6 @@ def _free_shared_memory() -> None:
   freeing = getattr(SharedMemoryArray, "_del_thread_pool", None)
   if freeing is not None:
     freeing.apply(int)  # It has one thread: what was handed to it before is done.
-
-
-def _nothing(order: ReadOrder) -> Generator[Arrays]:
-  """Endless loads of no rows, which still say what a row looks like."""
-  nothing = order(np.zeros(0, np.int64))
-  while True:
-    yield nothing
 
 
 def _start(

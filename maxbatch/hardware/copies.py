@@ -114,7 +114,6 @@ class Slot:
     offset = self.begin(header)
     for piece in pieces:
       offset = self.append(piece, offset)
-    os.ftruncate(self.descriptor, offset)
     self.finish(header)
     return offset
 
@@ -132,8 +131,9 @@ class Slot:
     return offset
 
   def finish(self, header: Header) -> None:
-    """Has it hold what was written since `begin`."""
+    """Has it hold what was written since `begin`, and no memory of a larger copy before."""
     length = len(header.encoded())
+    os.ftruncate(self.descriptor, _LENGTH_BYTES + length + header.data_bytes)
     os.pwrite(self.descriptor, length.to_bytes(_LENGTH_BYTES, "little"), 0)
 
   def read(self, offset: int, count: int) -> bytes:
@@ -226,7 +226,7 @@ class MemoryCopies:
     self._period, self._is_first = period, True
     self.next_step = 1
     """The step after which a copy is due, if it has been reached."""
-    self._order = order
+    self._order, self.domains = order, order.domains
     self._own = [Slot(descriptor) for descriptor in order.slots]
     self._sources = [dict(source) for source in order.sources]
     self._opened: list[tuple[Header, Read, int]] = []
@@ -351,18 +351,20 @@ def _holders(leaf: Any) -> dict[tuple[int, ...], set[int]]:
   return result
 
 
-def kept_bytes(leaves: Iterable[Any]) -> tuple[int, int]:
-  """Returns the most that a supervisor keeps of its own process's state, and of its neighbour's.
+def kept_bytes(leaves: Iterable[Any], domains: Sequence[int] = ()) -> tuple[int, int]:
+  """Returns the most that a host keeps of its own processes' state, and of its neighbour's.
 
   Args:
-    leaves: the state's arrays, abstract or not, with their shardings; a process is on a host of its own.
+    leaves: the state's arrays, abstract or not, with their shardings.
+    domains: for each process the number of its host; none: each is on a host of its own.
   """
   own, alone = collections.Counter[int](), collections.Counter[int]()
   for leaf in leaves:
     size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
     for processes in _holders(leaf).values():
-      own.update(dict.fromkeys(processes, size))
-      alone.update(dict.fromkeys(processes, size) if len(processes) == 1 else {})
+      hosts = collections.Counter(domains[one] if domains else one for one in processes)
+      own.update({host: count * size for host, count in hosts.items()})
+      alone.update({host: count * size for host, count in hosts.items() if len(hosts) == 1})
   several = len(own) > 1
   return SLOTS * max(own.values(), default=0), SLOTS * max(alone.values(), default=0) * several
 

@@ -26,7 +26,15 @@ from maxbatch.hardware.messages import (
   connect,
   spawn,
 )
-from maxbatch.hardware.restarts import Place, choose_hosts, headers_of, how_ended, newest_copy
+from maxbatch.hardware.restarts import (
+  Choice,
+  Place,
+  choose_hosts,
+  headers_of,
+  how_ended,
+  neighbour,
+  newest_copy,
+)
 from maxbatch.run_folder.events import FAULT, JOINED, RESTART, EventLog
 from maxbatch.run_folder.paths import RunFolder
 
@@ -46,7 +54,8 @@ class Leader:
     self._place, self._config = place, config
     self._limit = float(keys.jax_distributed_heartbeat_timeout_seconds)
     self._patience = float(keys.jax_distributed_initialization_timeout)
-    self.leads = True
+    self.leads, self._code = True, None
+    """Whether it does, and the exit code of a run that has ended."""
     self._star, self._copied = Star(self._limit, self._hear), dict[int, int]()
     """Whom it leads, and the step of the last copy that each one's training process has made."""
     self._dead = set[int]()
@@ -70,6 +79,8 @@ class Leader:
     self._dead.discard(own)
     await connection.send({"kind": "welcome"})
     self._star.add(own, message, connection)
+    if self._code is not None:  # It comes between the end of the run and of the leader.
+      return await self._star.send(own, {"kind": "end", "code": self._code})
     for each in self._star.there():
       await self._star.send(each, {"kind": "table", "table": self._table_for(each)})
     self._happened.put_nowait((own, {"kind": "joined"}))
@@ -83,14 +94,15 @@ class Leader:
         return await self._end(EXIT_PROCESS_FAILED)
       for own in set(self._place.members) - set(self._star.there()) if self._is_new else ():
         self._say(FAULT, f"process {own}: its supervisor is gone", process=own)
-      used, reason = await self._choose()
+      choice = await self._choose()
+      used = choice.hosts
       if not used:
-        self._say(FAULT, f"cannot go on: {reason}")
+        self._say(FAULT, f"cannot go on: {choice.reason}")
         return await self._end(EXIT_PROCESS_FAILED)
       if not self._claim():
         print("elastic: other hosts of this run go on; waiting for them", flush=True)
         return await self._star.send_all({"kind": "look"}, last=self._place.own)
-      await self._start(used, self._newest_copy())
+      await self._start(choice, self._newest_copy())
       code = await self._watch(used)
       if code is not None:
         return await self._end(code)
@@ -185,16 +197,18 @@ class Leader:
     missing = set(self._place.members) - there - self._dead
     return not self._is_new or not missing or waited > self._limit
 
-  async def _choose(self) -> tuple[list[int], str]:
+  async def _choose(self) -> Choice:
     """Returns who trains; nobody, and why, where too few have come in time."""
     began = time.monotonic()
     while True:
-      used, reason = choose_hosts(
-        self._config, self._place.num, self._star.there(), self._devices()
-      )
-      if used or time.monotonic() - began > self._patience:
-        return used, reason
+      choice = self._choice()
+      if choice.hosts or time.monotonic() - began > self._patience:
+        return choice
       await asyncio.sleep(_TICK_SECONDS)
+
+  def _choice(self) -> Choice:
+    there = self._star.there()
+    return choose_hosts(self._config, self._place.num, there, self._devices())
 
   def _devices(self) -> int:
     """Returns the devices of each process; 0: not known yet."""
@@ -219,16 +233,18 @@ class Leader:
   def _newest_copy(self) -> tuple[int, int]:
     return newest_copy([self._star.members[own].about for own in self._star.there()])
 
-  async def _start(self, used: list[int], copy: tuple[int, int]) -> None:
+  async def _start(self, choice: Choice, copy: tuple[int, int]) -> None:
     """Starts the training processes of a generation."""
-    there, count = self._star.there(), len(used)
-    self._note_start(used, copy)
+    used, there = choice.hosts, self._star.there()
+    count = len(used)
+    self._note_start(choice, copy)
     keys = {"skip_jax_distributed_system": "true"} if self._place.num > 1 else {}
     if count > 1:
       port = self._star.members[used[0]].about["free_port"]
       seen = {self._address_for(other, used[0], port) for other in used[1:]}
       address = next((one for one in sorted(seen) if not one.startswith("127.")), min(seen))
       keys = {"coordinator_address": address, "num_processes": str(count)}
+    keys |= choice.keys
     if self._config.mesh.num_simulated_devices > 0:
       keys["num_simulated_devices"] = str(self._devices() * count)
     hosts = [self._star.members[own].connection.host for own in used]
@@ -240,9 +256,9 @@ class Leader:
       message: Message = shared | {"members": there, "next": ""}
       if own in used:
         number = used.index(own)
-        ring = [used[one] for one in (*range(number + 1, count), *range(number))]
-        safe = [one for one in ring if domains[used.index(one)] != domains[number]]
-        message["next"] = self._address_for(own, safe[0]) if safe else ""
+        following = neighbour(number, domains)
+        if following is not None:
+          message["next"] = self._address_for(own, used[following])
         message["keys"] = keys | ({"process_id": str(number)} if count > 1 else {})
         message["order"] = {
           "generation": self._place.generation,
@@ -259,22 +275,26 @@ class Leader:
       self._copied[own] = copy[1]
       await self._star.send(own, message)
 
-  def _note_start(self, used: list[int], copy: tuple[int, int]) -> None:
+  def _note_start(self, choice: Choice, copy: tuple[int, int]) -> None:
     if self._fault_time is None:
       return
     down, self._fault_time = time.monotonic() - self._fault_time, None
+    used, padding = choice.hosts, ""
+    if choice.padding_rows:
+      padding = f", {counted(choice.padding_rows, 'row')} of padding in a step"
     source = f"the copy of step {copy[1]} in memory" if copy[1] else "storage"
     spare = [own for own in self._star.there() if own not in used]
     self._restarts.append(time.monotonic())
     self._say(
       RESTART,
       f"start {self._place.generation} with {counted(len(used), 'process', 'processes')} "
-      f"({', '.join(map(str, used))}) from {source}, {down:.1f} s after the fault",
+      f"({', '.join(map(str, used))}) from {source}{padding}, {down:.1f} s after the fault",
       processes=used,
       spare=spare,
       step=copy[1],
       source="memory" if copy[1] else "storage",
       down_seconds=round(down, 3),
+      **({"padding_rows": choice.padding_rows} if padding else {}),
     )
 
   # While it trains.
@@ -304,8 +324,7 @@ class Leader:
         joined.add(own)
       alike = {self._copied[one] for one in used}
       if joined and kind == "copied" and len(alike) == 1:
-        wider, _ = choose_hosts(self._config, self._place.num, self._star.there(), self._devices())
-        if len(wider) > len(used):
+        if len(self._choice().hosts) > len(used):
           self._fault_time = time.monotonic()
           names = ", ".join(map(str, sorted(joined)))
           self._say(JOINED, f"process {names}: back", processes=sorted(joined))
@@ -333,6 +352,7 @@ class Leader:
     return False
 
   async def _end(self, code: int) -> None:
+    self._code = code
     await self._star.send_all({"kind": "end", "code": code}, last=self._place.own)
 
   def _say(self, kind: str, text: str, **facts: Any) -> None:

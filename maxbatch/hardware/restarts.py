@@ -5,17 +5,20 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import pathlib
-import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
-from maxbatch.batch.from_config import mesh_of, plan_batches
-from maxbatch.config.schema import Config
+from maxbatch.batch.from_config import is_rl, mesh_of, plan_batches
+from maxbatch.config.schema import BatchConfig, Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.copies import Header
 from maxbatch.hardware.messages import Message
 from maxbatch.run_folder.events import END
+
+_END_BYTES = 1 << 16
 
 
 @dataclasses.dataclass
@@ -36,10 +39,27 @@ class Place:
   """HOST:PORT of each supervisor that has ever been part of the run."""
 
 
-def choose_hosts(
-  config: Config, num: int, there: Sequence[int], devices_each: int
-) -> tuple[list[int], str]:
-  """Returns the most processes for whose devices there is a plan with the same batch; or none, and why.
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """With whom a run goes on."""
+
+  hosts: list[int]
+  """Nobody where there is no plan."""
+  reason: str = ""
+  """Why there is none."""
+  padding_rows: int = 0
+  """Rows without weight that fill a step up where its batch does not divide over the devices."""
+
+  @property
+  def keys(self) -> dict[str, str]:
+    """What the training processes are told."""
+    return {"pad_batch": "true"} if self.padding_rows else {}
+
+
+def choose_hosts(config: Config, num: int, there: Sequence[int], devices_each: int) -> Choice:
+  """Returns the processes whose devices have the fewest rows each in a step of the same batch.
+
+  Of equally fast ones the fewest: 1,024 rows are 17 on each of 61 devices, and on each of 63.
 
   Args:
     config: of the run.
@@ -48,20 +68,38 @@ def choose_hosts(
     devices_each: 0: not known.
   """
   reason, least = "no supervisor is there", config.distributed.min_devices
+  if there and (len(there) == num or not devices_each):
+    return Choice(list(there))
+  best, fewest = None, Fraction(0)
   for count in range(len(there), 0, -1):
     devices = devices_each * count
-    if devices_each and devices < least:
-      return [], reason if count < len(
-        there
-      ) else f"{devices} devices are left of min_devices={least}"
-    if count == num or not devices_each:
-      return list(there[:count]), ""
-    try:
-      plan_batches(config.batch, config.run, mesh_of(config, devices), config.optimizer)
-      return list(there[:count]), ""
-    except UserError as error:
-      reason = str(error)
-  return [], reason
+    if devices < least:
+      short = f"{devices} devices are left of min_devices={least}"
+      reason = short if count == len(there) else reason
+      break
+    if best and Fraction(best.global_batch_to_train, devices) > fewest:
+      break
+    for batch in _divided_batches(config):
+      try:
+        plan = plan_batches(batch, config.run, mesh_of(config, devices), config.optimizer)
+      except UserError as error:
+        reason = str(error)
+        continue
+      rows = plan.per_device_batch_size * plan.num_microbatches
+      if best is None or rows <= fewest:
+        best, fewest = plan, rows
+      break
+  if best is None:
+    return Choice([], reason)
+  return Choice(list(there[: best.topology.num_devices // devices_each]), "", best.padding_rows)
+
+
+def _divided_batches(config: Config) -> Iterator[BatchConfig]:
+  """Yields how a batch may be divided: evenly, else with padding where that works."""
+  yield config.batch
+  streamed = config.batch.accumulation == "streamed"
+  if not (streamed or is_rl(config.rl) or config.pipeline.pipeline_schedule != "none"):
+    yield dataclasses.replace(config.batch, pad_batch=True)
 
 
 def headers_of(about: Message) -> list[Header]:
@@ -96,6 +134,22 @@ def missing_elements(headers: Sequence[Header]) -> int:
   return missing
 
 
+def neighbour(number: int, domains: Sequence[int]) -> int | None:
+  """Returns the process that keeps what no other host than this process's has; None: there is no other host.
+
+  On the next host in the ring, as many places after the first one there as it is on its own: no process keeps
+  the copies of two, which would take each other's places.
+
+  Args:
+    number: of the process.
+    domains: for each process the number of its host.
+  """
+  ring = [*range(number + 1, len(domains)), *range(number)]
+  following = next((domains[one] for one in ring if domains[one] != domains[number]), None)
+  there = [one for one, domain in enumerate(domains) if domain == following]
+  return there[domains[:number].count(domains[number]) % len(there)] if there else None
+
+
 def how_ended(code: int) -> str:
   """Says how a training process has ended, by its exit code."""
   if code < 0:
@@ -103,19 +157,18 @@ def how_ended(code: int) -> str:
   return f"ended with exit code {code}"
 
 
-def finish_since(events: pathlib.Path) -> Callable[[], bool]:
-  """Returns a function that tells whether a run has ended, its budget trained, since this call.
+def has_finished(events: pathlib.Path, since: float) -> bool:
+  """Returns whether a run has ended, its budget trained, at or after a time.
 
   Args:
-    events: the run's events.jsonl; what is there already is of earlier starts.
+    events: the run's events.jsonl, of which the end is read.
+    since: seconds since 1970; what was before is of earlier starts.
   """
-
-  def lines_after(place: int) -> list[str]:
-    with contextlib.suppress(OSError), events.open("rb") as file:
-      file.seek(place)
-      return file.read().decode(errors="replace").splitlines()
-    return []
-
-  seen = events.stat().st_size if events.exists() else 0
-  finished = re.compile(rf'"event": "{END}".*"how": "finished"')
-  return lambda: any(map(finished.search, lines_after(seen)))
+  with contextlib.suppress(OSError), events.open("rb") as file:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+    for line in file:
+      with contextlib.suppress(ValueError, KeyError, TypeError):  # The first line may be cut off.
+        event = json.loads(line)
+        if event["event"] == END and event["how"] == "finished" and event["time"] >= since:
+          return True
+  return False

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from maxbatch.hardware.messages import (
   spawn,
   split_address,
 )
-from maxbatch.hardware.restarts import Place, finish_since
+from maxbatch.hardware.restarts import Place, has_finished
 from maxbatch.hardware.waiting import TrainingProcess
 from maxbatch.run_folder.paths import RunFolder
 
@@ -52,7 +53,7 @@ class Supervisor:
     self._patience = float(keys.jax_distributed_initialization_timeout)
     self.place = Place(max(keys.process_id, 0), max(keys.num_processes, 1))
     self._first = keys.coordinator_address
-    self._has_finished = finish_since(RunFolder.of(config.run).events)
+    self._began, self._events = time.time(), RunFolder.of(config.run).events
     self._own, self._others = ([Slot() for _ in range(SLOTS)] for _ in range(2))
     """This host's copies, and what its neighbour alone has: files that all its training processes inherit."""
     self._child: TrainingProcess | None = None
@@ -141,7 +142,9 @@ class Supervisor:
         found = await self._join(f"127.0.0.1:{self.place.port}")
         assert found is not None
         return found
-      if not self.place.members and self._has_finished():
+      # It may have been just before, and its other hosts gone by now.
+      since = self._began - (self._patience if waited > self._patience else 0)
+      if not self.place.members and has_finished(self._events, since):
         print("elastic: the run has finished, before this host could take part", flush=True)
         return None
       if not self.place.members and waited > self._patience:

@@ -15,7 +15,7 @@ from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import write_shared_file
-from maxbatch.hardware.copies import kept_bytes
+from maxbatch.hardware.copies import kept_bytes, own_copies
 from maxbatch.hardware.devices import describe_devices, machine_bytes
 from maxbatch.models.registry import Parameters, parameter_counts
 from maxbatch.modes.method import ResolvedRun
@@ -62,7 +62,8 @@ def copies_kept(trainer: Trainer) -> str:
   Raises:
     UserError: more than it has.
   """
-  own, others = kept_bytes(jax.tree.leaves(trainer.abstract_saved))
+  kept = own_copies()
+  own, others = kept_bytes(jax.tree.leaves(trainer.abstract_saved), kept.domains if kept else ())
   parts = f"two of its part of the state {gib(own)}"
   parts += f", two of what its neighbour alone has {gib(others)}" if others else ""
   if own + others > machine_bytes():

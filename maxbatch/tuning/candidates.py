@@ -20,9 +20,8 @@ from maxbatch.config.schema import BatchConfig, Config, ModelConfig, OptimizerCo
 from maxbatch.core.keys import GivenSizes, counted, text
 from maxbatch.core.solve import (
   DEFAULT_PER_DEVICE_BATCH_SIZE,
-  divisors,
+  microbatch_rows,
   per_device_size,
-  samples_per_group,
   solve,
 )
 from maxbatch.core.topology import Topology
@@ -182,9 +181,8 @@ def candidates(
     sizes = powers_of_two(per_device_size(1, topology), _top(batch, most))
   else:
     least = Fraction(LEAST_TOKENS, batch.max_target_length)
-    sizes = with_powers_of_two(
-      batch, _divisors(given, topology), per_device_size(1, topology), least
-    )
+    smallest = per_device_size(1, topology)
+    sizes = with_powers_of_two(batch, _divisors(given, topology), smallest, least)
   allowed = _with_a_plan(batch, run, topology, sizes, optimizer)
   return in_range(batch.micro_batch_size, allowed)
 
@@ -293,8 +291,9 @@ def _divisors(given: GivenSizes, topology: Topology) -> list[Fraction]:
   Raises:
     UserError: the batch does not divide into the groups of devices.
   """
-  rows = samples_per_group(solve(given, topology).micro_batch, topology)
-  return [per_device_size(each, topology) for each in divisors(rows)]
+  return [
+    per_device_size(each, topology) for each in microbatch_rows(solve(given, topology), topology)
+  ]
 
 
 def with_powers_of_two(
@@ -346,7 +345,7 @@ def _with_a_plan(
   for size in sizes:
     micro_batch = int(size * topology.num_devices)
     nearest = max(1, round(Fraction(wanted or 0, micro_batch))) * micro_batch
-    is_near = wanted is not None and nearest != wanted
+    is_near = wanted is not None and nearest != wanted and not given.may_pad
     sized = with_size(batch, size)
     try:
       tried = with_batch(sized, nearest) if is_near else sized

@@ -380,6 +380,13 @@ def test_with_expansion_the_first_hosts_read_everything_once(hosts, rows, factor
   assert sum(samples) == plan.global_batch_to_train
 
 
+def test_hosts_of_a_padded_batch():
+  keys = ["pad_batch=true", "batch_size=9"]
+  assert [one.samples for one in host_loads(plan_of(8, *keys), 4)] == [4, 1, 0]
+  keys = ["pad_batch=true", "batch_size=100", "micro_batch_size=3"]
+  assert [one.samples for one in host_loads(plan_of(8, *keys), 2)] == [52, 48]
+
+
 def test_hosts_whose_devices_share_samples():
   keys = ["batch_size=6", "ici_data_parallelism=2", "ici_tensor_parallelism=2"]
   assert [one.samples for one in host_loads(plan_of(4, *keys), 4)] == [3]

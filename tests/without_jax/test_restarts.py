@@ -1,5 +1,6 @@
 """Who starts again, and from which copy: decisions without a process."""
 
+import asyncio
 import json
 import socket
 import types
@@ -11,11 +12,15 @@ import pytest
 
 from maxbatch.config.load import load_config
 from maxbatch.hardware.copies import Header, MemoryCopies, Order, Piece, Slot, kept_bytes
+from maxbatch.hardware.leader import Leader
+from maxbatch.hardware.messages import Connection, connect
 from maxbatch.hardware.restarts import (
+  Place,
   choose_hosts,
-  finish_since,
+  has_finished,
   how_ended,
   missing_elements,
+  neighbour,
   newest_copy,
 )
 from maxbatch.run_folder.events import END, START, EventLog
@@ -42,17 +47,41 @@ def config(*keys: str):
   ],
 )
 def test_the_most_hosts_train_over_whose_devices_the_same_batch_divides(there, least, expected):
-  keys = config(f"min_devices={least}")
-  chosen, reason = choose_hosts(keys, 4, there, 1)
-  assert chosen == expected
-  assert bool(reason) == (not expected)
+  keys = config(f"min_devices={least}", "accumulation=streamed")
+  choice = choose_hosts(keys, 4, there, 1)
+  assert choice.hosts == expected
+  assert bool(choice.reason) == (not expected)
 
 
 def test_a_mesh_with_fixed_axes_has_no_fewer_devices():
   keys = config("ici_data_parallelism=4")
-  chosen, reason = choose_hosts(keys, 4, [0, 1], 1)
-  assert not chosen
-  assert "ici_data_parallelism=4" in reason
+  choice = choose_hosts(keys, 4, [0, 1], 1)
+  assert not choice.hosts
+  assert "ici_data_parallelism=4" in choice.reason
+
+
+@pytest.mark.parametrize(
+  ("keys", "left", "hosts", "padding"),
+  [
+    # 17 rows on each, 13 of them padding; on 60 it would be 18, on 63 also 17.
+    ("batch_size=1024", 63, 61, 13),
+    ("batch_size=1024", 32, 32, 0),
+    ("batch_size=1024 per_device_batch_size=16", 63, 32, 0),
+    ("batch_size=1024 per_device_batch_size=4", 63, 52, 16),
+    ("batch_size=1024 ici_tensor_parallelism=2", 63, 61, 13),
+    # One row on each of 8 takes as long as on 9, and 2 as on 5: 4 are enough.
+    ("", 7, 4, 0),
+    ("batch_size=9", 8, 5, 1),
+    ("batch_size=1024 accumulation=streamed", 63, 32, 0),
+    ("batch_size=1024 batch_schedule=gns gns=norm", 63, 32, 0),
+    ("batch_size=1024 pipeline_schedule=gpipe ici_pipeline_parallelism=2", 63, 32, 0),
+  ],
+)
+def test_a_step_is_padded_where_that_takes_less_time(keys, left, hosts, padding):
+  devices = 2 if "parallelism" in keys else 1
+  choice = choose_hosts(config(*keys.split()), 64, range(left), devices)
+  assert (len(choice.hosts), choice.padding_rows) == (hosts, padding)
+  assert choice.keys == ({"pad_batch": "true"} if padding else {})
 
 
 def header(generation: int, step: int, process: int, rows: Sequence[int]) -> Header:
@@ -100,6 +129,11 @@ def test_a_slot_holds_a_whole_copy_or_nothing():
   with pytest.raises(KeyboardInterrupt):
     slot.write(header(1, 9, 0, [0, 1, 2, 3]), cut_off())
   assert slot.header() is None
+  slot.write(one, [data.tobytes()])
+  larger = slot.read(0, 1 << 20)
+  slot.write(smaller := header(1, 9, 0, [2]), [data[:3].tobytes()])
+  assert slot.header() == smaller
+  assert len(slot.read(0, 1 << 20)) < len(larger)
   slot.clear()
   assert slot.header() is None
 
@@ -148,15 +182,38 @@ def test_an_end_is_named():
 def test_a_run_that_ends_while_a_host_comes_back_is_told_from_one_that_had_ended_before(tmp_path):
   with EventLog(tmp_path) as events:
     events.note(END, how="finished", step=3, text="")
-  has_finished = finish_since(RunFolder(tmp_path).events)
-  assert not has_finished()
+  log = RunFolder(tmp_path).events
+  (before,) = (json.loads(line)["time"] for line in log.read_text().splitlines())
+  assert has_finished(log, before)
+  assert not has_finished(log, before + 0.001)
   with EventLog(tmp_path) as events:
-    events.note(START, step=3)
+    for step in range(900):
+      events.note(START, step=step)
     events.note(END, how="stopped", step=5, text='"how": "finished"')
-    assert not has_finished()
+    assert not has_finished(log, before + 0.001)
     events.note(END, how="finished", step=9, text="")
-  assert has_finished()
-  assert not finish_since(tmp_path / "no_run" / "events.jsonl")()
+  assert has_finished(log, before + 0.001)
+  assert not has_finished(tmp_path / "no_run" / "events.jsonl", 0)
+
+
+def test_a_host_that_comes_when_a_run_has_just_ended_ends_with_it(tmp_path):
+  """Before the leader has gone."""
+
+  async def joined() -> list[dict[str, Any]]:
+    leader = Leader(Place(0, 2), config(f"base_output_directory={tmp_path}", "run_name=run"))
+    server = await asyncio.start_server(
+      lambda *streams: leader.admit({"process": 1}, Connection(*streams)), "localhost", 0
+    )
+    await leader._end(0)
+    address = f"localhost:{server.sockets[0].getsockname()[1]}"
+    connection = await connect(address, 60)
+    said = [await connection.receive(60) for _ in range(2)]
+    connection.close()
+    leader.resign()
+    server.close()
+    return said
+
+  assert asyncio.run(joined()) == [{"kind": "welcome"}, {"kind": "end", "code": 0}]
 
 
 def leaf(*rows: slice) -> Any:
@@ -186,3 +243,20 @@ def test_the_memory_that_copies_take_is_known_before_the_run():
   assert kept_bytes([divided]) == (2 * 24, 2 * 24)
   assert kept_bytes([halves]) == (2 * 48, 0)
   assert kept_bytes([everywhere, divided]) == (2 * 72, 2 * 24)
+  # Both on one host, which has two of each, and no neighbour.
+  assert kept_bytes([everywhere, divided], [0, 0]) == (2 * 144, 0)
+
+
+@pytest.mark.parametrize(
+  ("domains", "expected"),
+  [
+    ([0], [None]),
+    ([0, 0], [None, None]),
+    ([0, 1, 2], [1, 2, 0]),
+    ([0, 0, 1, 1], [2, 3, 0, 1]),
+    ([0, 0, 1], [2, 2, 0]),
+    ([0, 1, 0, 1], [1, 0, 3, 2]),
+  ],
+)
+def test_each_process_has_a_neighbour_on_another_host(domains, expected):
+  assert [neighbour(number, domains) for number in range(len(domains))] == expected

@@ -31,7 +31,7 @@ def steps_of(microbatches: list[int], micro_batch: int, first: int) -> list[Step
 
 @given(small, small, small)
 def test_rows_of_the_groups_are_the_canonical_order(microbatches, groups, slots):
-  plan = RowPlan(microbatches, groups * slots)
+  plan = RowPlan(microbatches, groups * slots, microbatches * groups * slots)
   offset = 0
   parts = [plan.rows_at(columns_of_blocks([group], slots)) for group in range(groups)]
   for microbatch in range(microbatches):
@@ -39,13 +39,13 @@ def test_rows_of_the_groups_are_the_canonical_order(microbatches, groups, slots)
       for slot in range(slots):
         assert parts[group][microbatch, slot] == offset
         offset += 1
-  assert plan.num_rows == offset
+  assert plan.num_samples == offset
 
 
 @given(small, small, small)
 def test_dividing_the_array_gives_each_group_its_rows(microbatches, groups, slots):
-  plan = RowPlan(microbatches, groups * slots)
-  array = np.arange(plan.num_rows).reshape(microbatches, groups * slots)
+  plan = RowPlan(microbatches, groups * slots, microbatches * groups * slots)
+  array = np.arange(plan.num_samples).reshape(microbatches, groups * slots)
   for group, part in enumerate(np.split(array, groups, axis=1)):
     rows = plan.rows_at(columns_of_blocks([group], slots))
     np.testing.assert_array_equal(part, rows)
@@ -60,6 +60,24 @@ def test_samples_between_equals_counting(microbatches, micro_batch, first, data)
   # Steps begin at multiples of the microbatch after `first`, so the column repeats evenly.
   expected = [s for s in range(begin, end) if (s - first) % micro_batch in columns]
   assert table.samples_between(begin, end, columns).tolist() == expected
+
+
+@given(small, st.integers(1, 9), st.integers(1, 99), st.integers(0, 99))
+def test_padding_is_the_end_of_a_step(num_steps, micro_batch, batch, first):
+  """Every sample is in one row of one step, and rows without one are the last."""
+  k = -(-batch // micro_batch)
+  table = StepTable(Steps([(range(first, first + num_steps * batch, batch), k)]), micro_batch)
+  assert table.end == first + num_steps * batch
+  columns = [np.arange(micro_batch)[part::2] for part in range(2)]
+  for step in range(num_steps):
+    begin = first + step * batch
+    ids = table.sample_ids(step, k + 1)
+    assert ids.shape == (k + 1, micro_batch)
+    assert ids.reshape(-1).tolist() == [*range(begin, begin + batch)] + [-1] * (ids.size - batch)
+    read = np.concatenate([table.samples(step, each) for each in columns])
+    assert sorted(read.tolist()) == list(range(begin, begin + batch))
+  between = [table.samples_between(first + 1, table.end, each) for each in columns]
+  assert sorted(np.concatenate(between).tolist()) == list(range(first + 1, table.end))
 
 
 @given(

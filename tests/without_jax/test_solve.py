@@ -271,6 +271,55 @@ def around(value: int, working: list[int]) -> list[int]:
   return below[-1:] + [size for size in working if size > value][:1]
 
 
+@given(
+  st.integers(1, 8),
+  st.integers(1, 2),
+  st.integers(1, 40),
+  st.sampled_from([{}, {"gradient_accumulation_steps": 2}, {"per_device_batch_size": "2"}]),
+)
+def test_a_padded_batch_has_the_fewest_rows_that_hold_it(data, tensor, batch, division):
+  topology, keys = devices(data, tensor), division | {"batch_size": batch}
+  try:
+    plan = plan_of(topology, pad_batch=True, **keys)
+  except UserError:
+    assume(batch % data == 0 or division)
+    with pytest.raises(UserError):
+      plan_of(topology, **keys)
+    return
+  rows = plan.micro_batch_to_train * plan.num_microbatches
+  assert plan.global_batch_to_train == plan.batch_at(0) == batch
+  assert rows - plan.padding_rows == batch
+  # No microbatch is all padding, and every group has as many rows of it.
+  assert plan.padding_rows < plan.micro_batch_to_train
+  assert plan.micro_batch_to_train % data == 0
+  assert plan.phases[0].num_microbatches == plan.num_microbatches
+  if batch % data == 0:
+    assert plan.phases == plan_of(topology, **keys).phases
+  elif not division:
+    assert rows - batch < data
+
+
+def test_the_derivation_says_what_is_padding():
+  plan = plan_of(devices(61), batch_size=1024, pad_batch=True)
+  assert sizes(plan) == (1024, 17, 1)
+  assert plan.as_dict()["padding_rows"] == plan.padding_rows == 13
+  how = "1,037 × gradient_accumulation_steps 1 − 13 rows of padding without weight"
+  assert f"1,024 samples = {how}\n" in str(plan)
+  assert "padding" not in str(plan_of(devices(64), batch_size=1024, pad_batch=True))
+
+
+def test_a_padded_ramp_and_a_padded_last_step():
+  keys = {"batch_schedule": ((0, 6), (12, 10), (22, 8)), "pad_batch": True}
+  run = dataclasses.replace(_DEFAULT.run, steps=-1, total_samples=43)
+  plan = plan_batches(config_of(**keys), run, devices(4))
+  assert [(one.batch, one.num_microbatches, one.micro_batch) for one in plan] == [
+    *[(6, 1, 8)] * 2,
+    *[(10, 2, 8)] * 1,
+    *[(8, 1, 8)] * 2,
+    (5, 1, 8),
+  ]
+
+
 def test_evaluation_is_planned_by_the_same_code():
   plan = plan_of(devices(2), batch_size=512, micro_batch_size=64)
   assert plan.eval_batch == plan.micro_batch_to_train == 128

@@ -23,8 +23,10 @@ from maxbatch.config.declare import (
 )
 from maxbatch.config.keys.read_when import (
   FILE_SCHEDULE,
+  FUSED,
   HERE,
   LINEAR_RAMP,
+  NO_PIPELINE,
   NOISE_SCHEDULE,
   PIPELINE,
   RAMP,
@@ -79,6 +81,9 @@ class BatchConfig(Section, heading="the batch"):
   accumulation: Literal["fused", "streamed"] = key("fused", CHANGEABLE)
   """fused: one dispatch per step, looping over the microbatches; streamed: one dispatch per
   microbatch, for steps too large to hold on the devices."""
+  pad_batch: bool = key(False, CHANGEABLE, TEXT, NO_PIPELINE, FUSED)
+  """Fill a step up with rows without weight where the batch does not divide over the devices; set by
+  elastic where that takes less time on those that are left."""
   enable_rampup_batch_size: bool = key(False, CHANGEABLE)
   """Ramp the batch up from per_device_batch_size_start to the run's size over global_rampup_samples
   samples."""

@@ -34,6 +34,8 @@ CONTEXT = when(
   {"dcn_context_parallelism": besides(1, like=2)},
   refuses=True,
 )
+NO_PIPELINE = when({"pipeline_schedule": "none"}, refuses=True)
+FUSED = when({"accumulation": "fused"}, refuses=True)
 PIPELINE = when({"pipeline_schedule": besides("none", like="gpipe")}, refuses=True)
 
 # The devices and the processes.
