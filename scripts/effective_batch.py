@@ -98,5 +98,5 @@ def _fewest_microbatches(
   if gained <= 0:
     return None
   count = max(1, math.ceil(enough * step.rest_seconds / gained))
-  rows = split.per_device * (split.mesh.shape["tensor"])
-  return _split(work, chip, split.mesh, int(rows), count, split.remat)
+  rows = split.batch // (split.num_microbatches * split.mesh.num_batch_groups)
+  return _split(work, chip, split.mesh, rows, count, split.remat)
