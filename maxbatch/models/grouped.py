@@ -136,9 +136,10 @@ def _at_slots(x_S: jax.Array, slots: Slots) -> jax.Array:
 
 
 def _in_slots(x_N: jax.Array, slots: Slots, per: int = 1) -> jax.Array:
-  """Returns what belongs to the assignments in slots, or to each `per` of them: zeros in empty ones."""
+  """Returns what belongs to the assignments in slots, or to each `per` of them: zeros in empty ones, but for
+  TPU, whose kernels read none of these."""
   x_S = x_N.at[slots.assignment_S // per].get(mode="promise_in_bounds")
-  if slots.is_used_S is None:
+  if slots.is_used_S is None or len(slots.expert_of_block) == len(slots.assignment_S):
     return x_S
   return jnp.where(slots.is_used_S.reshape(-1, *[1] * (x_S.ndim - 1)), x_S, 0)
 
@@ -150,7 +151,7 @@ def _number_up_to(sorted_N: jax.Array, values: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def dispatched(x_TD: jax.Array, slots: Slots) -> jax.Array:
-  """Returns the tokens in their slots (S, D), zeros in empty ones."""
+  """Returns the tokens in their slots (S, D); empty ones as of `_in_slots`."""
   return _in_slots(x_TD, slots, slots.slot_TK.shape[1])
 
 
@@ -175,7 +176,7 @@ combined.defvjp(
 
 @jax.custom_vjp
 def weights_in_slots(weight_TK: jax.Array, slots: Slots) -> jax.Array:
-  """Returns the weights of the assignments in slots (S,), zeros in empty ones."""
+  """Returns the weights of the assignments in slots (S,); empty ones as of `_in_slots`."""
   return _in_slots(weight_TK.reshape(-1), slots)
 
 
