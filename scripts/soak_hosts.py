@@ -275,11 +275,11 @@ def last_copy(run: Run) -> int:
   return steps[-2] if len(steps) > 1 else 0
 
 
-def goodputs(run: Run) -> str:
+def goodputs(run: Run, *, at_random: bool) -> str:
   """Says what share of a run's time counted, and what the simulator says with the run's own times.
 
-  A host that comes back is a restart too. Steps and copies take their mean, restarts come from storage as often
-  as in the run.
+  A host that comes back is a restart too. Steps and copies take their mean, and restarts come from storage as
+  often as in the run. Unless faults come at random times they wait until all train again.
   """
   sources = [event["source"] for event in run.events("restart")]
   restarts, from_storage = len(sources), sources.count("storage")
@@ -291,15 +291,18 @@ def goodputs(run: Run) -> str:
     return "too short for a goodput"
   step, copy = statistics.fmean(steps), statistics.fmean(copies)
   share, seconds = float(said[-1][0]), float(said[-1][1].replace(",", ""))
-  restart = times.restart_seconds + (times.compile_seconds or 0.0)
+  other = float((re.findall(r"other ([\d.]+)", run.said()) or ["0"])[-1]) / restarts
+  restart = times.restart_seconds + (times.compile_seconds or 0.0) + other
+  between = seconds / restarts - (0 if at_random else restart)
   simulated = simulate(
     run.hosts,
-    run.hosts * seconds / restarts,
+    run.hosts * between,
     Recovery(times.save_seconds or 0.0, restart),
     save_steps * step,
     Recovery(copy, restart),
     COPY_PERIOD * step,
     storage_share=from_storage / restarts,
+    during_restarts=at_random,
   )
   return (
     f"goodput {share:.1f}% of {seconds:,.0f} s, simulated {100 * simulated:.1f}% with a step of "
@@ -389,7 +392,7 @@ def main(arguments: Sequence[str]) -> int:
     how = "bit for bit" if exact else "within 1e-5"
     print(
       f"{run.name}: {'; '.join(wrong) or f'as undisturbed, {how}'}; {faults} faults so far; "
-      f"{goodputs(run)}",
+      f"{goodputs(run, at_random=given.mtbf > 0)}",
       flush=True,
     )
     if wrong:

@@ -86,6 +86,7 @@ def simulate(
   seed: int = 0,
   num_failures: int = NUM_FAILURES,
   storage_share: float = 0.0,
+  during_restarts: bool = True,
 ) -> float:
   """Returns the share of the time in steps that count, by playing through failures of single hosts.
 
@@ -99,6 +100,7 @@ def simulate(
     copy_interval: seconds of training between two copies.
     seed: the same gives the same result.
     storage_share: of the failures that need storage for another reason, as two hosts that fail at once.
+    during_restarts: whether hosts fail then too; else the clock of the next failure starts with training.
   """
   rng, rate = random.Random(seed), num_hosts / mtbf_seconds
   run = _Run(storage, save_interval, memory, copy_interval)
@@ -111,7 +113,7 @@ def simulate(
     lost_copy |= storage_share > 0 and rng.random() < storage_share
     down.add(host)
     recovery = run.fail(in_memory=memory is not None and not lost_copy)
-    left = rng.expovariate(rate)
+    left = rng.expovariate(rate) + (0.0 if during_restarts else recovery.restart_seconds)
     seconds += min(left, recovery.restart_seconds)
     if left > recovery.restart_seconds:
       down.clear()

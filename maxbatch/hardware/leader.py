@@ -30,6 +30,7 @@ from maxbatch.hardware.restarts import (
   Choice,
   Place,
   choose_hosts,
+  has_finished,
   headers_of,
   how_ended,
   neighbour,
@@ -40,6 +41,7 @@ from maxbatch.run_folder.paths import RunFolder
 
 _FINAL = (0, EXIT_USER_ERROR, EXIT_DIVERGED, EXIT_ROWS)
 """Exit codes of training processes that another start would not change."""
+FINISHED = "elastic: the run has finished, before this host could take part"
 _TICK_SECONDS = 0.2
 _HOUR_SECONDS = 3600.0
 _LAST_WORDS_SECONDS = 5.0
@@ -56,6 +58,7 @@ class Leader:
     self._patience = float(keys.jax_distributed_initialization_timeout)
     self.leads, self._code = True, None
     """Whether it does, and the exit code of a run that has ended."""
+    self._began = time.time()
     self._star, self._copied = Star(self._limit, self._hear), dict[int, int]()
     """Whom it leads, and the step of the last copy that each one's training process has made."""
     self._dead = set[int]()
@@ -90,8 +93,8 @@ class Leader:
     self._spawn(self._star.ping())
     self._spawn(self._call_missing())
     while True:
-      if not await self._stop_all():
-        return await self._end(EXIT_PROCESS_FAILED)
+      if (code := await self._stop_all()) is not None:
+        return await self._end(code)
       for own in set(self._place.members) - set(self._star.there()) if self._is_new else ():
         self._say(FAULT, f"process {own}: its supervisor is gone", process=own)
       choice = await self._choose()
@@ -156,10 +159,10 @@ class Leader:
 
   # Before a generation.
 
-  async def _stop_all(self) -> bool:
+  async def _stop_all(self) -> int | None:
     """Has the training processes end, and waits for all supervisors that may be there.
 
-    Returns whether the run may go on: it begins with all of its processes, or not at all.
+    Returns the exit code where the run may not go on: it begins with all of its processes, or not at all.
     """
     asked, stopped, began = set[int](), set[int](), time.monotonic()
     if self._was_silent:  # Whoever is cut off ends its process soon after the leader misses it.
@@ -173,15 +176,20 @@ class Leader:
       known = [self._star.members[own].about["generation"] for own in there]
       self._place.generation = max([self._place.generation, *known])
       if there and there <= stopped and self._all_came(there, waited):
-        return True
-      if not self._place.generation and waited > self._patience:
+        return None
+      is_late = waited > self._patience
+      since = self._began - (self._patience if is_late else 0)
+      if not self._place.generation and has_finished(RunFolder.of(self._config.run).events, since):
+        print(FINISHED, flush=True)
+        return 0
+      if not self._place.generation and is_late:
         missing = sorted(set(range(self._place.num)) - there)
         self._say(
           FAULT,
           f"process {', '.join(map(str, missing))} did not come within "
           f"jax_distributed_initialization_timeout={self._patience:g} seconds",
         )
-        return False
+        return EXIT_PROCESS_FAILED
       with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_TICK_SECONDS):
           own, message = await self._happened.get()

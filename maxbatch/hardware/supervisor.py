@@ -21,7 +21,7 @@ from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import EXIT_PROCESS_FAILED, EXIT_USER_ERROR, UserError
 from maxbatch.hardware.copies import SLOTS, Header, Slot, data_offset
-from maxbatch.hardware.leader import Leader
+from maxbatch.hardware.leader import FINISHED, Leader
 from maxbatch.hardware.messages import (
   GONE,
   LONGEST_LINE_BYTES,
@@ -145,7 +145,7 @@ class Supervisor:
       # It may have been just before, and its other hosts gone by now.
       since = self._began - (self._patience if waited > self._patience else 0)
       if not self.place.members and has_finished(self._events, since):
-        print("elastic: the run has finished, before this host could take part", flush=True)
+        print(FINISHED, flush=True)
         return None
       if not self.place.members and waited > self._patience:
         raise UserError(

@@ -197,14 +197,17 @@ def test_a_run_that_ends_while_a_host_comes_back_is_told_from_one_that_had_ended
 
 
 def test_a_host_that_comes_when_a_run_has_just_ended_ends_with_it(tmp_path):
-  """Before the leader has gone."""
+  """Before the leader has gone: here process 0, which has come back itself, and waits for nobody."""
 
   async def joined() -> list[dict[str, Any]]:
+    (tmp_path / "run").mkdir()
     leader = Leader(Place(0, 2), config(f"base_output_directory={tmp_path}", "run_name=run"))
     server = await asyncio.start_server(
       lambda *streams: leader.admit({"process": 1}, Connection(*streams)), "localhost", 0
     )
-    await leader._end(0)
+    with EventLog(tmp_path / "run") as events:
+      events.note(END, how="finished", step=9, text="")
+    await leader.run()
     address = f"localhost:{server.sockets[0].getsockname()[1]}"
     connection = await connect(address, 60)
     said = [await connection.receive(60) for _ in range(2)]
