@@ -34,6 +34,13 @@ BALANCES = {
   | {"lora_rank": 2, "lora_targets": "[gate,up,down,router]"},
   "last_step": {"load_balance_loss_type": "last_step"},
 }
+BALANCES["global, of all parameters"] = {"load_balance_loss_type": "global"}
+BALANCES["first layers without experts"] = {"routed_bias": "true", "base_num_decoder_layers": 6} | {
+  "first_num_dense_layers": 2,
+  "layer_types": "[sliding_attention, full_attention, full_attention]",
+  "sliding_window_size": 3,
+}
+"""Layers that differ by their number, too."""
 BALANCES["global, one step late"] = BALANCES["global"] | BALANCES["last_step"]
 BIAS = ("layers", "mlp", "router", "bias")
 
@@ -235,6 +242,8 @@ def pipelined(schedule: str, stages: int, k: int, experts: int = 1, **keys: Any)
     ("1f1b", 1, 2, "bias"),
     ("circular", 1, 1, "bias"),
     ("interleaved_1f1b", 1, 1, "bias"),
+    ("interleaved_1f1b", 1, 1, "first layers without experts"),
+    ("interleaved_1f1b", 3, 1, "global, of all parameters"),
   ],
 )
 def test_a_pipeline_trains_as_the_whole_batch(schedule, k, experts, balance):
@@ -243,9 +252,20 @@ def test_a_pipeline_trains_as_the_whole_batch(schedule, k, experts, balance):
   assert_same(stepped(parts, k, parameters(balance)), balance)
 
 
-def test_two_passes_are_refused_in_a_pipeline():
-  with pytest.raises(UserError, match="load_balance_loss_type=global counts a step's tokens in"):
-    pipelined("gpipe", 2, 1, **BALANCES["global"])
+@pytest.mark.parametrize(
+  ("schedule", "keys", "said"),
+  [
+    (
+      "gpipe",
+      {"accumulation": "streamed"},
+      "for example accumulation=fused, load_balance_loss_type",
+    ),
+    ("circular", {}, "for example pipeline_schedule=interleaved_1f1b, load_balance_loss_type"),
+  ],
+)
+def test_where_a_pipeline_cannot_count_tokens_first_is_said(schedule, keys, said):
+  with pytest.raises(UserError, match=said):
+    pipelined(schedule, 2, 1, **BALANCES["global"], **keys)
 
 
 def test_a_frozen_router_keeps_no_load_of_the_last_step():

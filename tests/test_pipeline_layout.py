@@ -168,9 +168,8 @@ MESSAGES = {
     "microbatches, of 12 and 64 samples; nearest: batch_schedule=[[0, 16], [1200, 64]]"
   ),
   (*I2, "num_experts=4", "first_num_dense_layers=1"): (
-    "first_num_dense_layers=1 with pipeline_schedule=interleaved_1f1b: layers with and without experts "
-    "have different parameters, and those of a pipeline's stages are alike; for example "
-    "pipeline_schedule=none ici_pipeline_parallelism=1, or first_num_dense_layers=0"
+    f"{STAGES_2} is 2, which must divide base_num_decoder_layers=4 − first_num_dense_layers=1; nearest: "
+    "base_num_decoder_layers=3 or base_num_decoder_layers=5"
   ),
   # Two mistakes at once: what is offered mends both.
   (*I2, "base_num_decoder_layers=5", "num_pipeline_microbatches=3"): (

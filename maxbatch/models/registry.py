@@ -83,6 +83,15 @@ class LayeredModel(LanguageModel, Protocol):
 
 
 @runtime_checkable
+class UnevenModel(LayeredModel, Protocol):
+  """What a layered model offers in addition if its first layers have other parameters than the rest."""
+
+  def first_layers(self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
+    """Applies these; the stages of a pipeline do where they embed. Their parameters are in `DENSE_LAYERS`."""
+    ...
+
+
+@runtime_checkable
 class CachedModel(LanguageModel, Protocol):
   """What a model offers in addition for its texts to be written with a pass over one token each."""
 
@@ -99,6 +108,8 @@ class CachedModel(LanguageModel, Protocol):
     ...
 
 
+DENSE_LAYERS = "dense_layers"
+"""In parameters: layers, stacked, that come before those that are alike."""
 MODELS: Mapping[str, Callable[[nnx.Rngs, ModelConfig, int], Any]] = {
   "transformer": transformer.Transformer,
 }

@@ -149,7 +149,9 @@ class Transformer(nnx.Module):
   def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array | Outputs:
     """Returns hidden states (B, T, D) after the final norm, in the format of the computation, and the
     terms and statistics of the layers."""
-    outputs = self.apply_layers(self.embed(rows, keys_B), rows, keys_B, 0)
+    x_BTD = self.first_layers(self.embed(rows, keys_B), rows, keys_B)
+    first = self.config.first_num_dense_layers
+    outputs = self.apply_layers(x_BTD, rows, keys_B, first)
     x_BTD, terms, stats = outputs_of(outputs)
     return with_sums(self.normalize(x_BTD), terms, stats)
 
@@ -160,15 +162,19 @@ class Transformer(nnx.Module):
     rate = self.config.dropout_rate
     return dropout(self._embed(rows), rate, embedding_keys_B, rows.places)
 
+  def first_layers(self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
+    """Applies the layers without experts that come before those that are alike."""
+    if self.dense_layers is None:
+      return x_BTD
+    at = attention_contexts(self.config, rows)
+    return hidden_of(apply_layers(self.dense_layers, self.config, x_BTD, at, keys_B, 0))
+
   def apply_layers(
     self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None, first: jax.Array | int
   ) -> jax.Array | Outputs:
-    """Applies the layers bound here, of which the first is layer `first` of the model."""
+    """Applies the layers bound here, all alike, of which the first is layer `first` of the model."""
     at = attention_contexts(self.config, rows)
     at = dataclasses.replace(at, counts_BT=rows.weights != 0, routes=rows.routes)
-    if self.dense_layers is not None:
-      x_BTD = hidden_of(apply_layers(self.dense_layers, self.config, x_BTD, at, keys_B, 0))
-      first = self.config.first_num_dense_layers
     return apply_layers(self.layers, self.config, x_BTD, at, keys_B, first)
 
   def prefill(self, rows: Rows, places: int) -> tuple[jax.Array, Cache]:

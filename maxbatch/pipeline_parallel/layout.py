@@ -78,9 +78,19 @@ def _accompanying_keys(config: Config, layout: Topology) -> Iterator[Keys]:
   smallest: Keys = {**_OPEN, **_NO_SIZE, "per_device_batch_size": least}
   yield smallest
   yield {**smallest, **_NO_RAMP}
-  layers, stages = config.model.base_num_decoder_layers, layout.shape["stage"]
-  more = {"base_num_decoder_layers": -(-layers // stages) * stages}
+  layers, stages = _divided_layers(config), layout.shape["stage"]
+  more = {"base_num_decoder_layers": -(-layers // stages) * stages + _first_layers(config)}
   yield {**smallest, **_NO_RAMP, **more}
+
+
+def _first_layers(config: Config) -> int:
+  """Returns the layers that every stage has, beside the embedding: they are unlike the others."""
+  return config.model.first_num_dense_layers
+
+
+def _divided_layers(config: Config) -> int:
+  """Returns the layers that stages divide."""
+  return config.model.base_num_decoder_layers - _first_layers(config)
 
 
 def _is_valid(config: Config, layout: Topology) -> bool:
@@ -96,13 +106,6 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
   keys = config.pipeline
   schedule = schedule_named(keys.pipeline_schedule)
   stages = plan.topology.shape["stage"]
-  if config.model.first_num_dense_layers:
-    raise UserError(
-      f"first_num_dense_layers={config.model.first_num_dense_layers} with pipeline_schedule="
-      f"{keys.pipeline_schedule}: layers with and without experts have different parameters, and those "
-      "of a pipeline's stages are alike; for example pipeline_schedule=none ici_pipeline_parallelism=1, or "
-      "first_num_dense_layers=0"
-    )
   if stages == 1:
     raise _MisfitError(
       f"a pipeline has at least 2 stages, but {_stages_given(plan.topology)} is 1 on "
@@ -147,7 +150,7 @@ def _forwarding_delay(config: PipelineConfig) -> int:
 
 def _stage_offers(config: Config) -> Iterator[Keys]:
   """Yields 2, 4 or 3 stages, with other layers if these do not divide, and devices for them."""
-  layers, mesh = config.model.base_num_decoder_layers, config.mesh
+  layers, mesh = _divided_layers(config), config.mesh
   others = {
     "ici_data_parallelism": mesh.ici_data_parallelism,
     "ici_fsdp_parallelism": mesh.ici_fsdp_parallelism,
@@ -157,7 +160,7 @@ def _stage_offers(config: Config) -> Iterator[Keys]:
   for beside in ({}, *opened):
     for count in (2, 4, 3):
       near = -(-layers // count) * count
-      more = {"base_num_decoder_layers": near} if near != layers else {}
+      more = {"base_num_decoder_layers": near + _first_layers(config)} if near != layers else {}
       yield {"ici_pipeline_parallelism": count, **beside, **more}
 
 
@@ -169,7 +172,7 @@ def _stages_given(layout: Topology) -> str:
 def _layers(config: Config, schedule: Schedule, layout: Topology) -> tuple[int, int]:
   """Repeats, and layers of a stage in each: stages × repeats × layers is all layers."""
   stages = layout.shape["stage"]
-  keys, total = config.pipeline, config.model.base_num_decoder_layers
+  keys, total = config.pipeline, _divided_layers(config)
   repeats, layers = keys.num_pipeline_repeats, keys.num_layers_per_pipeline_stage
   if repeats > 1 and not schedule.allows_repeats:
     raise _MisfitError(
@@ -197,7 +200,7 @@ def _with_repeats(config: PipelineConfig) -> Keys:
 
 
 def _layers_message(config: Config, schedule: Schedule, layout: Topology, product: str) -> str:
-  keys, total = config.pipeline, config.model.base_num_decoder_layers
+  keys, first = config.pipeline, _first_layers(config)
   given = [assigned({key: value}) for key, value in _given_layers(keys).items()]
   factors = " × ".join([_stages_given(layout), *given])
   once = (
@@ -205,7 +208,10 @@ def _layers_message(config: Config, schedule: Schedule, layout: Topology, produc
     if schedule.allows_repeats
     else f" in the 1 repeat of pipeline_schedule={keys.pipeline_schedule}"
   )
-  return f"{factors}{once} is {product} base_num_decoder_layers={total}"
+  total = f"base_num_decoder_layers={config.model.base_num_decoder_layers}"
+  return (
+    f"{factors}{once} is {product} {total}{f' − first_num_dense_layers={first}' if first else ''}"
+  )
 
 
 def _given_layers(config: PipelineConfig) -> dict[str, int]:
@@ -219,7 +225,7 @@ def _given_layers(config: PipelineConfig) -> dict[str, int]:
 
 def _layer_offers(config: Config, layout: Topology, known: int) -> Iterator[Keys]:
   """Yields one key changed so that the layers divide."""
-  total, stages = config.model.base_num_decoder_layers, layout.shape["stage"]
+  total, stages = _divided_layers(config), layout.shape["stage"]
   for key, value in _given_layers(config.pipeline).items():
     if total % stages == 0:
       for near in nearest_divisors(total // stages, Fraction(value)):
@@ -227,7 +233,7 @@ def _layer_offers(config: Config, layout: Topology, known: int) -> Iterator[Keys
   if config.pipeline.num_pipeline_repeats == -1:
     yield _with_repeats(config.pipeline)
   for near in nearest_multiples(known, Fraction(total)):
-    yield {"base_num_decoder_layers": int(near)}
+    yield {"base_num_decoder_layers": int(near) + _first_layers(config)}
   slices = layout.dcn["stage"]
   if total % slices == 0:
     for near in nearest_divisors(total // slices, Fraction(stages, slices)):

@@ -61,7 +61,9 @@ class PipelineReport:
 
   def _sizes(self) -> Iterator[str]:
     pipeline, layout = self.pipeline, self.plan.topology
-    total = self.config.model.base_num_decoder_layers
+    model = self.config.model
+    first = model.first_num_dense_layers
+    beside = f"; first_num_dense_layers {first} on every stage, with the embedding" if first else ""
     yield _line(
       "stages",
       f"ici_pipeline_parallelism {layout.ici['stage']} × dcn_pipeline_parallelism "
@@ -70,7 +72,7 @@ class PipelineReport:
     yield _line(
       "layers",
       f"{pipeline.stages} stages × num_pipeline_repeats {pipeline.repeats} × "
-      f"num_layers_per_pipeline_stage {pipeline.layers} = {total}",
+      f"num_layers_per_pipeline_stage {pipeline.layers} = {model.base_num_decoder_layers - first}{beside}",
     )
     each = (
       f"{counted(pipeline.rows, 'sample')} in each of {counted(layout.num_batch_groups, 'group')}"

@@ -87,7 +87,7 @@ def build_trainer(
   if config.pipeline.pipeline_schedule != "none":
     pipeline = pipeline_of(config, plan.topology, plan)
     bind_layered(model, model.shapes())
-  check_balance(model, pipeline)
+  check_balance(model, pipeline, streamed=streams(config))
   trainer = (_trainer if keep else _trainer.__wrapped__)(
     model,
     without_rate(config.optimizer),

@@ -31,7 +31,7 @@ def counts_twice(config: ModelConfig) -> bool:
   return has_load(config) and config.load_balance_loss_type == "global"
 
 
-def check_balance(model: Model, pipeline: Pipeline | None) -> None:
+def check_balance(model: Model, pipeline: Pipeline | None, *, streamed: bool = False) -> None:
   """Checks that a balance of whole steps can be had.
 
   Raises:
@@ -39,11 +39,20 @@ def check_balance(model: Model, pipeline: Pipeline | None) -> None:
   """
   config = model.config
   if counts_twice(config) and pipeline is not None:
-    raise UserError(
-      "load_balance_loss_type=global counts a step's tokens in a forward before the first backward, and a "
-      f"pipeline (pipeline_schedule={pipeline.schedule}) has none; for example "
-      "load_balance_loss_type=sequence, or last_step"
+    counted = (
+      "load_balance_loss_type=global counts a step's tokens in forwards before the first backward"
     )
+    others = "load_balance_loss_type=sequence, or last_step"
+    if streamed:
+      raise UserError(
+        f"{counted}, which in a pipeline (pipeline_schedule={pipeline.schedule}) must be of the same "
+        f"dispatch, and accumulation=streamed has several; for example accumulation=fused, {others}"
+      )
+    if pipeline.schedule == "circular" and pipeline.repeats > 1:
+      raise UserError(
+        f"{counted}, without buffers for the inputs that pipeline_schedule=circular keeps from one of "
+        f"{pipeline.repeats} repeats to the next; for example pipeline_schedule=interleaved_1f1b, {others}"
+      )
   if has_load(config) and not counts_twice(config) and LOAD in model.frozen:
     raise UserError(
       "load_balance_loss_type=last_step: with these lora_rank and trainable routers are frozen, and so is "

@@ -29,7 +29,14 @@ from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import auto_axis_sizes, constrain
 from maxbatch.models.layers import Outputs, outputs_of, whole_sums
-from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
+from maxbatch.models.registry import (
+  DENSE_LAYERS,
+  LayeredModel,
+  Model,
+  Parameters,
+  UnevenModel,
+  build_model,
+)
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
 from maxbatch.training.loss import TokenShare, row_order
@@ -43,8 +50,9 @@ FlatParams = dict[tuple[str, ...], jax.Array]
 
 
 def is_layered(model: Model, path: tuple[str, ...]) -> bool:
-  """Returns whether a parameter belongs to the layers, which are stacked along its first dim."""
-  return model.axes()[path][:1] == ("layers",)
+  """Returns whether a parameter belongs to the layers that stages divide, which are stacked along its first
+  dim."""
+  return model.axes()[path][:1] == ("layers",) and path[0] != DENSE_LAYERS
 
 
 def split_layers(model: Model, tree: Parameters) -> tuple[FlatParams, FlatParams]:
@@ -75,8 +83,16 @@ class ModelParts:
   objective: Loss = TEXT
 
   def embed(self, layers: FlatParams, rest: FlatParams, rows: Rows) -> jax.Array:
-    """Returns the input of the first layer: (R, T, D)."""
-    return self._bind(layers, rest).embed(self._placed(rows), self._dropout_keys(rows))
+    """Returns the input of the first of the layers that stages divide: (R, T, D)."""
+    bound, keys_R = self._bind(layers, rest), self._dropout_keys(rows)
+    rows = self._placed(rows)
+    x_RTD = bound.embed(rows, keys_R)
+    return bound.first_layers(x_RTD, rows, keys_R) if isinstance(bound, UnevenModel) else x_RTD
+
+  @property
+  def num_first_layers(self) -> int:
+    """Layers that `embed` applies."""
+    return self.model.config.first_num_dense_layers
 
   def apply_layers(
     self, layers: FlatParams, rest: FlatParams, x_RTD: jax.Array, rows: Rows, first_layer: jax.Array
@@ -213,7 +229,7 @@ def _reorder(model: Model, pipeline: Pipeline | None, tree: Any, *, inverse: boo
   def reorder_leaf(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
     # Adafactor's row and column statistics have the layers in front too.
     owner = parameter_of(path, axes)
-    layered = owner and axes[owner][:1] == ("layers",) and leaf.shape[:1] == order.shape
+    layered = owner and is_layered(model, owner) and leaf.shape[:1] == order.shape
     return _take(leaf, order) if layered else leaf
 
   return jax.tree_util.tree_map_with_path(reorder_leaf, tree)
@@ -326,7 +342,7 @@ def step_denominators(
     total = {LOSS: jnp.where(stage_index == 0, of_loss.denominator, 0.0)}
     for repeat in range(pipeline.repeats):
       chunk = {path: leaf[repeat] for path, leaf in layers.items()}
-      first = (repeat * pipeline.stages + stage_index) * pipeline.layers
+      first = (repeat * pipeline.stages + stage_index) * pipeline.layers + parts.num_first_layers
       terms = parts.apply_layers(chunk, rest, x_RTD, rows, first).terms or {}
       for name, term in terms.items():
         total[name] = total.get(name, 0.0) + term.denominator

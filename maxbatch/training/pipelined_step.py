@@ -31,6 +31,7 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   forward_only_arrays,
 )
 from maxbatch.training.accumulate import group_squares
+from maxbatch.training.expert_load import tokens_of
 from maxbatch.training.metrics import NO_METRICS, Metrics, Quotient
 from maxbatch.training.model_parts import (
   FlatParams,
@@ -160,6 +161,31 @@ def pipelined_sums(
   return Sums(terms[LOSS].numerator, terms[LOSS].denominator, of_tokens)
 
 
+def pipelined_tokens(
+  model: Model, mesh: Mesh, loss: Loss, dropout_key: jax.Array, pipeline: Pipeline
+) -> Callable[[Parameters, Any, TimetableArrays], jax.Array]:
+  """Returns the function from parameters, what a dispatch is fed, and its timetable to the tokens of each
+  expert, int32[L, E]: all forwards of the timetable, without the head.
+
+  The timetable must use inputs as they arrive, as all do but circular ones with repeats.
+  """
+  local = functools.partial(_local_tokens, ModelParts(model, dropout_key, objective=loss), pipeline)
+  sharded = jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(_OVER_STAGE, _TIMETABLE_SPECS, _OVER_DATA, _PARAMETER_SPECS),
+    out_specs=_REPLICATED,
+    axis_names=_MANUAL_AXES,
+    check_vma=False,
+  )
+
+  def run(parameters: Parameters, rows: Any, ticks: TimetableArrays) -> jax.Array:
+    given = jax.tree.map(jnp.asarray, ticks), rows, split_layers(model, parameters)
+    return sharded(jnp.arange(pipeline.stages), *given)
+
+  return run
+
+
 def stage_residual_bytes(
   model: Model,
   pipeline: Pipeline,
@@ -257,6 +283,24 @@ def _local_sums(
   stash = NoStash(parts, rest)
   stage = PipelineStage(parts, pipeline, stage_index[0], layers, rest, microbatch, ticks, stash)
   return over_replicas(stage.run({}, {}).sums, ("data", "stage"))
+
+
+def _local_tokens(
+  parts: ModelParts,
+  pipeline: Pipeline,
+  stage_index: jax.Array,
+  ticks: TimetableArrays,
+  rows: Any,
+  params: tuple[FlatParams, FlatParams],
+) -> jax.Array:
+  """Runs the forwards of one stage of one replica, and sums the tokens of its experts over both."""
+  layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
+  microbatch = split_microbatches(parts.in_order(rows), pipeline.num_pipeline_microbatches)
+  no_loss = ticks.all_stages._replace(loss=jnp.zeros_like(ticks.all_stages.loss))
+  ticks, stash = ticks._replace(all_stages=no_loss), NoStash(parts, rest)
+  given = parts, pipeline, stage_index[0], layers, rest, microbatch, ticks, stash
+  stage = PipelineStage(*given, own=zero_stage_sums(parts.model))
+  return lax.psum(tokens_of(stage.run({}, {}).own.stats), ("data", "stage"))
 
 
 def _pad_rows(rows: Rows, sizes: EvalMicrobatches) -> Rows:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from maxbatch.core.accumulate import Accumulate, Squares
@@ -28,7 +29,7 @@ from maxbatch.core.train_step import (
 from maxbatch.data.rows import Rows, first_wrong_row
 from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags
 from maxbatch.hardware.sharding import replicated, sharding
-from maxbatch.models.experts import TOKENS
+from maxbatch.models.experts import LOAD, TOKENS
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, step_arrays
@@ -56,7 +57,7 @@ from maxbatch.training.metrics import Update, update_values
 from maxbatch.training.model_parts import stage_order, to_layer_order, to_stage_order
 from maxbatch.training.objective import LOSS, PROBES, ROW_TOKENS_SQUARED, ROWS, TEXT, Loss
 from maxbatch.training.optimizer import apply_updates
-from maxbatch.training.pipelined_step import pipelined_accumulate
+from maxbatch.training.pipelined_step import pipelined_accumulate, pipelined_tokens
 from maxbatch.training.state import (
   NOTHING,
   Measures,
@@ -289,12 +290,16 @@ def update(
 
 def _with_load(trainer: Trainer, state: TrainState, rows: Any, microbatches: Any) -> TrainState:
   """Returns the state with the load of this step, by which the balance of its experts is minimized."""
+  model = trainer.model
   if trainer.streamed:
     tokens_LE = microbatches[TOKENS]
   else:
-    of_dispatch = dispatch_tokens(trainer.model, trainer.mesh, trainer.loss, trainer.dropout_key)
-    tokens_LE = of_dispatch(state.parameters, rows, microbatches)
-  parts = (with_load(trainer.model, part, tokens_LE) for part in (state.params, state.frozen))
+    given, pipeline = (model, trainer.mesh, trainer.loss, trainer.dropout_key), trainer.pipeline
+    count = dispatch_tokens(*given) if pipeline is None else pipelined_tokens(*given, pipeline)
+    tokens_LE = count(state.parameters, rows, microbatches)
+  ordered = to_stage_order(model, trainer.pipeline, unflatten_dict({LOAD: tokens_LE}))
+  (tokens_LE,) = jax.tree.leaves(ordered)
+  parts = (with_load(model, part, tokens_LE) for part in (state.params, state.frozen))
   return state._replace(**dict(zip(("params", "frozen"), parts, strict=True)))
 
 
@@ -304,16 +309,8 @@ def _accumulate(trainer: Trainer, state: TrainState) -> Accumulate:
   if trainer.pipeline is None:
     parts = trainer.model, trainer.mesh, state.frozen, trainer.measures, trainer.loss, scale
     return unscaled(model_accumulate(*parts), state.loss_scale)
-  pipelined = pipelined_accumulate(
-    trainer.model,
-    trainer.pipeline,
-    trainer.mesh,
-    state.frozen,
-    trainer.dropout_key,
-    trainer.measures,
-    scale,
-    loss=trainer.loss,
-  )
+  parts = trainer.model, trainer.pipeline, trainer.mesh, state.frozen, trainer.dropout_key
+  pipelined = pipelined_accumulate(*parts, trainer.measures, scale, loss=trainer.loss)
   return unscaled(pipelined, state.loss_scale)
 
 

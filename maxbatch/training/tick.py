@@ -100,7 +100,7 @@ class PipelineStage:
     stash: what is kept of a forward until its backward.
     capacity: slots of the buffers; None in an evaluation, without backwards and buffers.
     scale: by which gradients are multiplied, a float32 scalar; None: by nothing.
-    own: zeros of what the layers hand out; without any of it in an evaluation.
+    own: zeros of what the layers hand out; empty where that is not summed.
     term_gradients: the objective's gradient by the numerators of their terms.
   """
 
@@ -198,7 +198,7 @@ class PipelineStage:
     )
     x_RTD = jnp.where(self._is_first(entry), embedded_RTD, waiting_RTD)
     outputs, residuals = self.stash.forward(self._stage_input(entry, x_RTD))
-    own = stage_sums(self.parts.model, outputs) if self.capacity else NO_SUMS
+    own = stage_sums(self.parts.model, outputs) if any(self.own) else NO_SUMS
     return ForwardResult(x_RTD if self.capacity else None, outputs.hidden_BTD, residuals, own)
 
   def _no_forward(self, x_RTD: jax.Array) -> ForwardResult:
@@ -316,6 +316,7 @@ class PipelineStage:
   def _stage_input(self, entry: PassArrays, x_RTD: jax.Array) -> StageInput:
     """Returns the input of this stage's layers in this forward or backward."""
     first = (entry.repeat * self.pipeline.stages + self.index) * self.pipeline.layers
+    first += self.parts.num_first_layers
     rows = self._rows(entry.microbatch)
     return StageInput(self.layers, entry.repeat, x_RTD, rows, first)
 
