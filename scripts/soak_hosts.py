@@ -283,16 +283,17 @@ def goodputs(run: Run, *, at_random: bool) -> str:
   """
   sources = [event["source"] for event in run.events("restart")]
   restarts, from_storage = len(sources), sources.count("storage")
-  said = re.findall(r"Goodput: ([\d.]+)% of ([\d,.]+) s", run.said())
+  said = re.findall(r"Goodput: ([\d.]+)% of ([\d,.]+) s; lost \(s\): (.*)", run.said())
   times, save_steps = measured(str(run.path)), int(re.findall(r"checkpoint_period=(\d+)", SIZES)[0])
   steps = [one["step_seconds"] for one in read_metrics(run.path) if "step_seconds" in one]
   copies = [event["seconds"] for event in run.events("copied")]
-  if not (said and restarts and steps and copies and times.restart_seconds):
+  if not (said and restarts and steps and copies):
     return "too short for a goodput"
   step, copy = statistics.fmean(steps), statistics.fmean(copies)
   share, seconds = float(said[-1][0]), float(said[-1][1].replace(",", ""))
-  other = float((re.findall(r"other ([\d.]+)", run.said()) or ["0"])[-1]) / restarts
-  restart = times.restart_seconds + (times.compile_seconds or 0.0) + other
+  lost = dict(one.rsplit(" ", 1) for one in said[-1][2].split(", "))
+  causes = ("restart", "start", "compile", "other")
+  restart = sum(float(lost.get(cause, "0").replace(",", "")) for cause in causes) / restarts
   between = seconds / restarts - (0 if at_random else restart)
   simulated = simulate(
     run.hosts,
