@@ -31,7 +31,7 @@ esac
 """
 
 
-WORKERS = "-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
+WORKERS = "-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0"
 QUICK = [
   f"-m pytest -p quick_tier {WORKERS} tests/without_jax",
   f"-m pytest -p quick_tier {WORKERS} --ignore=tests/without_jax tests",
