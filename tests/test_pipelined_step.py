@@ -2,7 +2,9 @@
 
 import collections
 import functools
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import jax
 import numpy as np
@@ -171,7 +173,7 @@ def test_the_bubble_of_a_run_is_the_predicted_one(monkeypatch):
     return on
 
   for kind in ("_forward", "_backward"):
-    plain_part = getattr(tick.PipelineStage, kind)
+    plain_part: Callable[..., Any] = getattr(tick.PipelineStage, kind)
 
     def part(self, entry, *rest, kind=kind, plain_part=plain_part):
       # A callback can only be where every axis is taken over.
