@@ -222,9 +222,10 @@ def plan_batches(
   )
   follow = functools.partial(seesaw, optimizer, run.schedule_unit)
   plan = derive(keys, topology, functools.partial(_phase_starts, batch, follow))
-  most, usual = batch.gns_max_batch_size, _DEFAULT_MAX_GROWTH * plan.global_batch_to_train
-  largest = (usual if most == -1 else most) * follows_noise_scale(batch)
-  return dataclasses.replace(plan, max_batch=largest, loading_hosts=batch.loading_hosts)
+  most = batch.gns_max_batch_size
+  most = _DEFAULT_MAX_GROWTH * plan.global_batch_to_train if most == -1 else most
+  most = most if follows_noise_scale(batch) else 0
+  return dataclasses.replace(plan, max_batch=most, loading_hosts=batch.loading_hosts)
 
 
 def given_sizes(batch: BatchConfig) -> GivenSizes:
