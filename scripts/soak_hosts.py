@@ -5,7 +5,8 @@ python scripts/soak_hosts.py FOLDER [--faults 200] [--seed 0] [--hosts 3] [--ste
 Each process stands for a host. A run with elastic=true meets one fault after the other while it trains,
 and is never started again as a whole. When it has ended, every record is compared with the undisturbed
 run's: samples and batch always alike, losses bit for bit as long as all hosts were there, else within
-1e-5. Every fault must be in events.jsonl, and no more than the steps since the last copy be repeated.
+1e-5: at this learning rate, runs of 400 steps that nothing disturbs are within 6e-7 of each other on one and
+on three devices (at 3e-3, 4e-5: there rounding errors grow). Every fault must be in events.jsonl, and no more than the steps since the last copy be repeated.
 Prints a line for each fault and run; exit code 1 if anything was not as it must be.
 
 With --mtbf faults come at random times, so many seconds after each other on average, and not after some steps.
@@ -40,7 +41,7 @@ PATIENCE_SECONDS = 600
 SIZES = (
   "base_emb_dim=24 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=2 head_dim=12 "
   "base_mlp_dim=48 vocab_size=264 max_target_length=16 generate_length=0 eval_fraction=0 "
-  "lr_schedule_type=constant log_period=1000 dropout_rate=0.1 write_report=false metrics_writers=[jsonl] "
+  "lr_schedule_type=constant learning_rate=1e-3 log_period=1000 dropout_rate=0.1 write_report=false metrics_writers=[jsonl] "
   f"batch_size={BATCH} checkpoint_period=60 elastic=true state_copy_period={COPY_PERIOD} "
   f"max_restarts_per_hour=100000 jax_distributed_heartbeat_timeout_seconds={HEARTBEAT_SECONDS} "
   "hang_timeout_seconds=60 jax_distributed_initialization_timeout=100"
