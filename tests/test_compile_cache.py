@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
+from preloaded import started
 from processes import environment
+from several_processes import free_port, wait
 
 from maxbatch.compile import cache
 from maxbatch.hardware.compiler_flags import bypassed
@@ -60,6 +62,26 @@ print(json.dumps({
   "memory": [memory.temp_size_in_bytes, memory.alias_size_in_bytes],
   "text": "input_output_alias" in step.as_text(),
 }))
+"""
+
+# A process of two that add up a number of each; what it finds in the folder.
+PAIR = """
+import sys
+import jax, numpy as np
+from maxbatch.compile import cache
+
+folder, port, own = sys.argv[1:]
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_compilation_cache_dir", folder)
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event.split("/")[-1]))
+jax.distributed.initialize(f"localhost:{port}", 2, int(own))
+cache.enable("")
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+along, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
+numbers = jax.make_array_from_callback((2,), along, lambda _: np.ones(1) + int(own))
+result = jax.jit(lambda x: x.sum(), out_shardings=whole)(numbers)
+print(float(result), events.count("cache_hits"))
 """
 
 
@@ -111,6 +133,18 @@ def test_a_second_start_compiles_nothing_and_steps_alike(tmp_path):
   assert cold["memory"][1] > 0
   for key in ("params", "loss", "donated", "memory", "text"):
     assert cold[key] == warm[key]
+
+
+def test_every_process_finds_what_process_0_has_kept(tmp_path):
+  """Which alone writes to the folder."""
+
+  def both() -> list[str]:
+    port = str(free_port())
+    commands = [[sys.executable, "-c", PAIR, str(tmp_path), port, own] for own in "01"]
+    return [one.output.splitlines()[-1] for one in wait(list(map(started, commands)))]
+
+  assert both() == ["3.0 0"] * 2
+  assert both() == ["3.0 1"] * 2
 
 
 @pytest.mark.usefixtures("unset")

@@ -7,13 +7,17 @@ belong to you.
 """
 
 import contextlib
+import hashlib
 import os
+import platform
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax._src import cache_key
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -45,6 +49,7 @@ def enable(jax_cache_dir: str) -> Path | None:
     jax.config.update(_DIRECTORY, None)
     compilation_cache.reset_cache()
     return None
+  find_those_of_process_0()
   folder = compiled_programs(jax_cache_dir)
   there = jax.config.values[_DIRECTORY]
   if there:
@@ -61,6 +66,36 @@ def enable(jax_cache_dir: str) -> Path | None:
     jax.config.update(_MINIMUM, 0.0)
   jax.config.update(_DIRECTORY, str(folder))
   return folder
+
+
+def find_those_of_process_0() -> None:
+  """Has all processes of a program on CPUs find what process 0 keeps: it alone writes to the folder.
+
+  For each of them jax hashes CPUs otherwise, whose topology says on which process they are.
+  """
+  cache_key._hash_accelerator_config = _hash_devices
+
+
+_hash_topology = cache_key._hash_accelerator_config
+
+
+def _hash_devices(hash_object: Any, devices: np.ndarray) -> None:
+  places = [(device.device_kind, device.process_index) for device in devices.flat]
+  if len({process for _, process in places}) == 1 or devices.flat[0].platform != "cpu":
+    _hash_topology(hash_object, devices)
+  else:
+    hash_object.update(f"{places} {processor()}".encode())
+
+
+def processor() -> str:
+  """Returns the processor's instructions, which a program compiled on it may use."""
+  try:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+  except OSError:
+    return platform.processor()
+  known = "".join([line for line in lines if line.startswith(("flags", "Features"))][:1])
+  digest = hashlib.sha256(known.encode()).hexdigest()[:12]
+  return f"{platform.machine()} with instructions {digest}"
 
 
 def _tell(line: str) -> None:

@@ -13,13 +13,12 @@ import contextlib
 import hashlib
 import importlib.metadata
 import os
-import platform
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from maxbatch.compile.cache import processor
 from maxbatch.config.declare import declared
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import (
@@ -163,24 +162,13 @@ def _devices(plan: BatchPlan, trainer: Trainer) -> dict[str, object]:
   return {
     "platform": devices[0].platform,
     "device_kind": devices[0].device_kind,
-    "cpu": _cpu() if devices[0].platform == "cpu" else None,
+    "cpu": processor() if devices[0].platform == "cpu" else None,
     "num_devices": len(devices),
     "num_processes": len({device.process_index for device in devices}),
     "mesh": str(plan.topology),
     # The devices' order on the mesh follows from it, and is no part of the text.
     "mesh_between_slices": list(plan.topology.dcn.values()),
   }
-
-
-def _cpu() -> str:
-  """Returns the processor's instructions, which a program compiled on it may use."""
-  try:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-  except OSError:
-    return platform.processor()
-  known = "".join([line for line in lines if line.startswith(("flags", "Features"))][:1])
-  digest = hashlib.sha256(known.encode()).hexdigest()[:12]
-  return f"{platform.machine()} with instructions {digest}"
 
 
 def _setting(name: str) -> object:
