@@ -232,17 +232,17 @@ def test_a_kernel_equals_matrix_products(kernel: str, K: int, T: int, packed: bo
 
 
 def test_sinks_and_narrow_values_have_exact_gradients():
-  """By matrix products and by the TPU's kernel, against a key of its own without a value."""
-  (*arrays, v_BSKH), ids_BT = operands(4, 2, 128), segments(2, 128)
+  """By matrix products, of two blocks of queries, and by the TPU's kernel, against a key of its own without a value."""
+  (*arrays, v_BSKH), ids_BT = operands(4, 2, 256), segments(2, 256)
   arrays += [v_BSKH[..., :8]]
   sink_BN = jnp.asarray([[0.5, -1.0, 2.0, 0.0]])
 
   def formula(q_BTNH, k_BSKH, v_BSKH):
     logits_BNTS = jnp.einsum("btnh,bsnh->bnts", q_BTNH / 4, jnp.repeat(k_BSKH, 2, axis=2))
-    back_TS = np.arange(128)[:, None] - np.arange(128)[None]
+    back_TS = np.arange(256)[:, None] - np.arange(256)[None]
     seen_BTS = (ids_BT[:, :, None] == ids_BT[:, None]) & jnp.asarray(back_TS >= 0)[None]
     logits_BNTS = jnp.where(seen_BTS[:, None], logits_BNTS, -1e30)
-    sinks_BNT1 = jnp.broadcast_to(sink_BN[..., None, None], (2, 4, 128, 1))
+    sinks_BNT1 = jnp.broadcast_to(sink_BN[..., None, None], (2, 4, 256, 1))
     weights = jax.nn.softmax(jnp.concatenate([logits_BNTS, sinks_BNT1], -1))[..., :-1]
     return jnp.einsum("bnts,bsnh->btnh", weights, jnp.repeat(v_BSKH, 2, axis=2))
 

@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from maxbatch.config.schema import ModelConfig, query_dim, value_dim
 from maxbatch.data.rows import in_order
 from maxbatch.hardware.sharding import constrain
+from maxbatch.models.forms import is_for_gpu, is_for_tpu, transposed_product
 from maxbatch.precision.policy import PLAIN, Policy
 
 
@@ -50,13 +51,11 @@ def dot_product_attention(
   """
   B, T, N, H = q_BTNH.shape
   K, G = k_BSKH.shape[2], N // k_BSKH.shape[2]
-  # The G heads that share keys become rows of one product: X = G·T.
-  q_BKXH = policy.cast(q_BTNH / math.sqrt(H)).transpose(0, 2, 1, 3).reshape(B, K, G * T, H)
+  q_BKGTH = policy.cast(q_BTNH / math.sqrt(H)).transpose(0, 2, 1, 3).reshape(B, K, G, T, H)
   k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
-  sink_BKX = None if sink_BN is None else by_query(sink_BN, K, T)
-  rows = q_BKXH, k_BKSH, v_BKSH, jnp.tile(first_BT, (1, G)), sink_BKX
-  out_BKXH = _attend(*rows, soft_cap, policy)
-  return out_BKXH.reshape(B, N, T, -1).transpose(0, 2, 1, 3)
+  sink_BKG1 = None if sink_BN is None else sink_BN.reshape(len(sink_BN), K, G, 1)
+  out_BKGTH = _attend(q_BKGTH, k_BKSH, v_BKSH, first_BT, sink_BKG1, soft_cap, policy)
+  return out_BKGTH.reshape(B, N, T, -1).transpose(0, 2, 1, 3)
 
 
 def by_query(sink_BN: jax.Array, num_kv_heads: int, queries: int) -> jax.Array:
@@ -82,41 +81,113 @@ def masked(
   return jnp.where(seen_BXS[:, None], logits_BKXS, jnp.finfo(jnp.float32).min)
 
 
-def _masked(logits_BKXS: jax.Array, first_BX: jax.Array) -> jax.Array:
-  """Masks keys before the first of each query, and after itself; X = G·S."""
-  S = logits_BKXS.shape[-1]
-  return masked(logits_BKXS, first_BX, jnp.arange(first_BX.shape[1]) % S, jnp.arange(S))
+_SMALLEST_BLOCK = 128
 
 
-def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, soft_cap, policy):
-  logits_BKXS = _masked(capped(logits(q_BKXH, k_BKSH), soft_cap), first_BX)
-  max_BKX1 = logits_BKXS.max(-1, keepdims=True)
-  exp_BKXS = jnp.exp(logits_BKXS - max_BKX1)
-  sum_BKX1 = exp_BKXS.sum(-1, keepdims=True)
-  if sink_BKX is not None:
-    sum_BKX1 = sum_BKX1 + jnp.exp(sink_BKX[..., None] - max_BKX1)
-  # Divided after the product: fewer divisions, and the largest weight is exactly 1 in bfloat16.
-  exp_BKXS = policy.rounded(exp_BKXS)
-  mixed_BKXH = jnp.matmul(exp_BKXS, v_BKSH, preferred_element_type=jnp.float32)
-  out_BKXH = policy.rounded(mixed_BKXH / sum_BKX1)
-  log_sum_BKX1 = max_BKX1 + jnp.log(sum_BKX1)
-  return out_BKXH, (q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, out_BKXH, log_sum_BKX1)
+def _query_blocks(length: int) -> list[slice]:
+  """Returns the queries of a row in blocks, which see no key behind them; one where it would not pay.
+
+  On CPU four save 37% of all products. GPUs and TPUs have kernels for it; theirs is one block.
+  """
+  whole = is_for_tpu() or is_for_gpu()
+  fitting = (n for n in (4, 3, 2) if length % n == 0 and length // n >= _SMALLEST_BLOCK)
+  size = length // (1 if whole else next(fitting, 1))
+  return [slice(begin, begin + size) for begin in range(0, length, size)]
 
 
-def _backward(soft_cap, policy, kept, d_out_BKXH):
-  q_BKXH, k_BKSH, v_BKSH, first_BX, sink_BKX, out_BKXH, log_sum_BKX1 = kept
+class _Block(NamedTuple):
+  """A block of queries, those of the G heads that share keys as rows of one product: X = G·T of the block;
+  and the S keys up to its last query."""
+
+  q_BKXH: jax.Array
+  k_BKSH: jax.Array
+  v_BKSH: jax.Array
+  first_BX: jax.Array
+  last_X: jax.Array
+
+  @classmethod
+  def of(cls, queries: slice, q_BKGTH, k_BKSH, v_BKSH, first_BT) -> "_Block":
+    """Returns the block of such queries of a row."""
+    G, end = q_BKGTH.shape[2], queries.stop
+    last_X = jnp.tile(jnp.arange(queries.start, end), G)
+    first_BX = jnp.tile(first_BT[:, queries], (1, G))
+    keys = k_BKSH[:, :, :end], v_BKSH[:, :, :end]
+    return cls(_as_rows(q_BKGTH[:, :, :, queries]), *keys, first_BX, last_X)
+
+  def capped(self, soft_cap: float) -> jax.Array:
+    """Returns the logits before the mask."""
+    return capped(logits(self.q_BKXH, self.k_BKSH), soft_cap)
+
+  def masked(self, logits_BKXS: jax.Array) -> jax.Array:
+    """Masks keys before the first of each query, and after itself."""
+    return masked(logits_BKXS, self.first_BX, self.last_X, jnp.arange(logits_BKXS.shape[-1]))
+
+
+def _as_rows(x_BKGTH: jax.Array) -> jax.Array:
+  B, K, G, T, H = x_BKGTH.shape
+  return x_BKGTH.reshape(B, K, G * T, H)
+
+
+def _joined(blocks_BKXH: list[jax.Array], num_groups: int) -> jax.Array:
+  """Returns the queries of all blocks: (B, K, G, T, H)."""
+  B, K, _, H = blocks_BKXH[0].shape
+  return jnp.concatenate([x.reshape(B, K, num_groups, -1, H) for x in blocks_BKXH], axis=3)
+
+
+def _forward(q_BKGTH, k_BKSH, v_BKSH, first_BT, sink_BKG1, soft_cap, policy):
+  outs, log_sums = [], []
+  for queries in _query_blocks(first_BT.shape[1]):
+    block = _Block.of(queries, q_BKGTH, k_BKSH, v_BKSH, first_BT)
+    logits_BKXS = block.masked(block.capped(soft_cap))
+    max_BKX1 = logits_BKXS.max(-1, keepdims=True)
+    exp_BKXS = jnp.exp(logits_BKXS - max_BKX1)
+    sum_BKX1 = exp_BKXS.sum(-1, keepdims=True)
+    if sink_BKG1 is not None:
+      sink_BKGT = jnp.repeat(sink_BKG1, queries.stop - queries.start, axis=3)
+      sum_BKX1 = sum_BKX1 + jnp.exp(_as_rows(sink_BKGT[..., None]) - max_BKX1)
+    # Divided after the product: fewer divisions, and the largest weight is exactly 1 in bfloat16.
+    exp_BKXS = policy.rounded(exp_BKXS)
+    mixed_BKXH = jnp.matmul(exp_BKXS, block.v_BKSH, preferred_element_type=jnp.float32)
+    outs.append(policy.rounded(mixed_BKXH / sum_BKX1))
+    log_sums.append(max_BKX1 + jnp.log(sum_BKX1))
+  out_BKGTH, log_sum_BKGT1 = (_joined(each, q_BKGTH.shape[2]) for each in (outs, log_sums))
+  return out_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, first_BT, sink_BKG1, out_BKGTH, log_sum_BKGT1)
+
+
+def _backward(soft_cap, policy, kept, d_out_BKGTH):
+  q_BKGTH, k_BKSH, v_BKSH, first_BT, sink_BKG1, out_BKGTH, log_sum_BKGT1 = kept
   # Σ_s weight · d_weight, without another pass over (X, S).
-  shift_BKX1 = product_sum(d_out_BKXH, out_BKXH)
-  capped_BKXS = capped(logits(q_BKXH, k_BKSH), soft_cap)
-  weights_BKXS = jnp.exp(_masked(capped_BKXS, first_BX) - log_sum_BKX1)
-  d_v_BKSH = jnp.matmul(policy.rounded(weights_BKXS).mT, d_out_BKXH)
-  d_logits_BKXS = logit_gradients(
-    weights_BKXS, capped_BKXS, v_BKSH, d_out_BKXH, shift_BKX1, soft_cap
-  )
-  d_logits_BKXS = policy.rounded(d_logits_BKXS)
-  d_q_BKXH = jnp.matmul(d_logits_BKXS, k_BKSH)
-  d_k_BKSH = jnp.matmul(d_logits_BKXS.mT, q_BKXH)
-  return d_q_BKXH, d_k_BKSH, d_v_BKSH, None, sink_gradient(sink_BKX, log_sum_BKX1, shift_BKX1)
+  shift_BKGT1 = product_sum(d_out_BKGTH, out_BKGTH)
+  d_q, d_keys, d_values = [], [], []
+  for queries in _query_blocks(first_BT.shape[1]):
+    block = _Block.of(queries, q_BKGTH, k_BKSH, v_BKSH, first_BT)
+    log_sum_BKX1, shift_BKX1, d_out_BKXH = (
+      _as_rows(x[:, :, :, queries]) for x in (log_sum_BKGT1, shift_BKGT1, d_out_BKGTH)
+    )
+    capped_BKXS = block.capped(soft_cap)
+    weights_BKXS = jnp.exp(block.masked(capped_BKXS) - log_sum_BKX1)
+    d_values.append(transposed_product(policy.rounded(weights_BKXS), d_out_BKXH))
+    d_logits_BKXS = policy.rounded(
+      logit_gradients(weights_BKXS, capped_BKXS, block.v_BKSH, d_out_BKXH, shift_BKX1, soft_cap)
+    )
+    d_q.append(jnp.matmul(d_logits_BKXS, block.k_BKSH))
+    d_keys.append(transposed_product(d_logits_BKXS, block.q_BKXH))
+  d_sink = None
+  if sink_BKG1 is not None:
+    d_sink_BKGT = sink_gradient(sink_BKG1, log_sum_BKGT1, shift_BKGT1)
+    d_sink = d_sink_BKGT.sum(3, keepdims=True)
+  d_k_BKSH, d_v_BKSH = _sum_over_blocks(d_keys), _sum_over_blocks(d_values)
+  d_k_BKSH, d_v_BKSH = d_k_BKSH.astype(k_BKSH.dtype), d_v_BKSH.astype(v_BKSH.dtype)
+  return _joined(d_q, q_BKGTH.shape[2]), d_k_BKSH, d_v_BKSH, None, d_sink
+
+
+def _sum_over_blocks(d_BKSH: list[jax.Array]) -> jax.Array:
+  """Returns the sum of gradients of keys, of which each block has seen more than the one before."""
+  total_BKSH = d_BKSH[0]
+  for more_BKSH in d_BKSH[1:]:
+    behind = more_BKSH.shape[2] - total_BKSH.shape[2]
+    total_BKSH = jnp.pad(total_BKSH, ((0, 0), (0, 0), (0, behind), (0, 0))) + more_BKSH
+  return total_BKSH
 
 
 def product_sum(d_out_BKXH: jax.Array, out_BKXH: jax.Array) -> jax.Array:

@@ -35,6 +35,7 @@ from maxbatch.models.cache import (
   product_sum,
   sink_gradient,
 )
+from maxbatch.models.forms import transposed_product
 from maxbatch.models.remat import named
 from maxbatch.precision.policy import Policy
 
@@ -317,18 +318,18 @@ def _ring_gradients(gradients, d_q, keys, seen, how):
 def _block_gradients(queries, d_q_BKYH, keys, d_keys, *, how):
   """Returns the gradients of blocks of keys and values, added up, and that of a block of queries."""
   q_BKYH, first_BY, last_Y, log_sum_BKY1, shift_BKY1, d_out_BKYH = queries
-  product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
 
   def add(d_q_BKYH, keys, d_keys):
     d_k_BKXH, d_v_BKXH = d_keys
     capped_BKYX = capped(logits(q_BKYH, keys.k_mBKXH), how.soft_cap)
     weights_BKYX = jnp.exp(masked(capped_BKYX, first_BY, last_Y, keys.places_mX) - log_sum_BKY1)
-    d_v_BKXH = d_v_BKXH + product(how.policy.rounded(weights_BKYX).mT, d_out_BKYH)
+    d_v_BKXH = d_v_BKXH + transposed_product(how.policy.rounded(weights_BKYX), d_out_BKYH)
     d_logits_BKYX = how.policy.rounded(
       logit_gradients(weights_BKYX, capped_BKYX, keys.v_mBKXH, d_out_BKYH, shift_BKY1, how.soft_cap)
     )
-    d_k_BKXH = d_k_BKXH + product(d_logits_BKYX.mT, q_BKYH)
-    return d_q_BKYH + product(d_logits_BKYX, keys.k_mBKXH), (d_k_BKXH, d_v_BKXH)
+    d_k_BKXH = d_k_BKXH + transposed_product(d_logits_BKYX, q_BKYH)
+    d_q = jnp.matmul(d_logits_BKYX, keys.k_mBKXH, preferred_element_type=jnp.float32)
+    return d_q_BKYH + d_q, (d_k_BKXH, d_v_BKXH)
 
   def step(d_q_BKYH, each):
     keys, d_keys = each
