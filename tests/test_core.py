@@ -146,6 +146,21 @@ def test_terms_of_one_denominator_run_the_loss_once_for_each_microbatch():
   assert loops == [1, 2]
 
 
+def test_a_loss_is_traced_once():
+  """For the shapes of its terms and for the loop."""
+  traced = []
+
+  def one_term(params: Any, rows: Any, keys_B: Any) -> Any:
+    traced.append(rows)
+    return {"square": loss(params, rows, keys_B)[0]["square"]}, {}
+
+  devices = mesh(data=2)
+  over = NamedSharding(devices, PartitionSpec(None, "data"))
+  rows = jax.device_put(in_microbatches(batch(), 3, 8), over)
+  jax.jit(accumulate(one_term, devices)).trace(parameters(), rows, np.int32(3))
+  assert len(traced) == 1
+
+
 def test_replicas_talk_once():
   def one_term(params: Any, rows: Any, keys_B: Any) -> Any:
     terms, stats = loss(params, rows, keys_B)

@@ -244,8 +244,8 @@ def _sums(
     return jax.tree.map(lambda x: x[index], batch)
 
   gradient = _Gradient(_with_constants(loss, constants))
-  shapes = gradient.shapes(params, *jax.eval_shape(microbatch, jnp.int32(0)))
   weights_W = jnp.zeros(_MOST_TERMS)
+  _, shapes = jax.eval_shape(lambda: gradient(params, *microbatch(jnp.int32(0)), weights_W))
   if gradient.num_divisors > 1:
     if denominators is None:
       whole = axis, batch, constants, params, num_microbatches
@@ -289,13 +289,8 @@ class _Gradient:
     self._loss = loss
     self.num_divisors = 1
     """Different denominators among the terms, known once it is traced."""
-    # Traced once, for the shapes and for the loop.
+    # Traced once, for the shapes and for the loop: what it is given there comes from the same arrays.
     self._gradient = jax.jit(jax.grad(self._weighted, has_aux=True), inline=True)
-
-  def shapes(self, params: Any, rows: Any, keys_B: Any) -> tuple[Terms, Stats]:
-    """Returns the shapes of terms and statistics."""
-    weights_W = jax.ShapeDtypeStruct((_MOST_TERMS,), jnp.float32)
-    return jax.eval_shape(self._gradient, params, rows, keys_B, weights_W)[1]
 
   def __call__(
     self, params: Any, rows: Any, keys_B: Any, weights_W: jax.Array
