@@ -321,6 +321,7 @@ class Supervisor:
 
   async def _listen(self, link: Connection, neighbour: str, leader: Connection) -> None:
     """Hears of the training process's copies, and sends what others lack to the next host."""
+    is_first = True
     with contextlib.suppress(*GONE):
       while True:
         message = await link.receive()
@@ -334,8 +335,10 @@ class Supervisor:
           )
         await link.send({"kind": "sent"})
         await leader.send({"kind": "copied", "step": message["step"]})
-        if not self._waiting:
+        # Until the second copy what was lost is trained again, with nothing beside it.
+        if not self._waiting and not is_first:
           self._waiting = await self._begin()
+        is_first = False
 
   async def _send_on(self, slot: Slot, neighbour: str) -> str:
     """Sends what no other host has to the next one; returns why it could not."""
