@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from maxbatch.config.schema import ModelConfig, query_dim, value_dim
 from maxbatch.data.rows import in_order
 from maxbatch.hardware.sharding import constrain
-from maxbatch.models.forms import is_for_gpu, is_for_tpu, transposed_product
+from maxbatch.models.forms import is_for_gpu, is_for_tpu, sum_of_last, transposed_product
 from maxbatch.precision.policy import PLAIN, Policy
 
 
@@ -192,7 +192,7 @@ def _sum_over_blocks(d_BKSH: list[jax.Array]) -> jax.Array:
 
 def product_sum(d_out_BKXH: jax.Array, out_BKXH: jax.Array) -> jax.Array:
   f32 = jnp.float32
-  return (d_out_BKXH.astype(f32) * out_BKXH.astype(f32)).sum(-1, keepdims=True)
+  return sum_of_last(d_out_BKXH.astype(f32) * out_BKXH.astype(f32))
 
 
 def logit_gradients(weights_BKXS, capped_BKXS, v_BKSH, d_out_BKXH, shift_BKX1, soft_cap):
