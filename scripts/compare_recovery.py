@@ -4,12 +4,13 @@ python scripts/compare_recovery.py FOLDER [--peer PYTHON] [--kills 2]
 
 Four processes of this machine train the default job's model, with a batch of 16 and a checkpoint every 20
 steps. Between two checkpoints one is killed. Lost are the seconds from then until a step is recorded that had
-not been, less that step. PYTHON is one of an environment with MaxText 0.2.5. Its run is started again the moment
+not been, less that step; beside them stand the seconds of all processors meanwhile. PYTHON is one of an environment with MaxText 0.2.5. Its run is started again the moment
 in which the process is killed, with its compilation cache; nobody has to notice anything. Its rows are random
 numbers; ours are read.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -54,16 +55,30 @@ def due(step: int) -> bool:
   return step > PERIOD and step % PERIOD == AFTER
 
 
-def measured(step: Callable[[], int], kill: Callable[[], None]) -> float:
-  """Returns the seconds that one kill costs."""
+def processor_seconds(pid: int, *, with_own: bool = False) -> float:
+  """Returns the processor time of all that a process has started, and these have, also once ended."""
+  fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+  ticks = sum(
+    map(int, fields[11 if with_own else 13 : 15])
+  )  # its own, then of children that have ended
+  total = ticks / os.sysconf("SC_CLK_TCK")
+  for one in soak_hosts.children(pid):
+    with contextlib.suppress(OSError):  # It has just ended.
+      total += processor_seconds(one, with_own=True)
+  return total
+
+
+def measured(step: Callable[[], int], kill: Callable[[], None]) -> tuple[float, float]:
+  """Returns the seconds that one kill costs, and those of all processors."""
   wait_until(lambda: due(step()))
   before = step()
-  began = time.monotonic()
+  began, processors = time.monotonic(), processor_seconds(os.getpid())
   kill()
   again = wait_until(lambda: step() > before)
+  processors = processor_seconds(os.getpid()) - processors
   after = step()
   later = wait_until(lambda: step() >= after + 3)
-  return again - began - (later - again) / (step() - after)
+  return again - began - (later - again) / (step() - after), processors
 
 
 class Ours:
@@ -174,16 +189,18 @@ def main(arguments: Sequence[str]) -> int:
   sides: dict[str, Callable[[], Ours | Theirs]] = {"maxbatch, `elastic=true`": lambda: Ours(folder)}
   if given.peer:
     sides["MaxText 0.2.5, started again at once"] = lambda: Theirs(folder, given.peer)
-  lost = dict[str, list[float]]()
+  lost = dict[str, list[tuple[float, float]]]()
   for name, begin in sides.items():
     run = begin()
     try:
       lost[name] = [measured(run.step, run.kill) for _ in range(given.kills)]
     finally:
       run.end()
-  print("| | seconds lost | median |\n|---|---|---|")
+  print("| | seconds lost | median | processor seconds |\n|---|---|---|---|")
   for name, each in lost.items():
-    print(f"| {name} | {', '.join(f'{one:.1f}' for one in each)} | {statistics.median(each):.1f} |")
+    seconds, processors = zip(*each, strict=True)
+    listed = (", ".join(f"{one:.1f}" for one in those) for those in (seconds, processors))
+    print(f"| {name} | {next(listed)} | {statistics.median(seconds):.1f} | {next(listed)} |")
   return 0
 
 

@@ -242,19 +242,14 @@ _watches: list[Watch] = []
 def watch_others(peers: Peers) -> None:
   """Begins to watch the other processes, which have joined."""
   _watches.append(Watch(peers))
-  _libc().signal(signal.SIGABRT, _aborted)
+  libc = ctypes.CDLL(None)
+  libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+  libc.signal(signal.SIGABRT, _aborted)
 
 
 def own_peers() -> Peers:
   """Returns the connections to the other processes, which this one has joined."""
   return _watches[0].peers
-
-
-def _libc() -> ctypes.CDLL:
-  libc = ctypes.CDLL(None)
-  libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-  libc.signal.restype = ctypes.c_void_p
-  return libc
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)

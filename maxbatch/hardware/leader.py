@@ -105,7 +105,8 @@ class Leader:
       if not self._claim():
         print("elastic: other hosts of this run go on; waiting for them", flush=True)
         return await self._star.send_all({"kind": "look"}, last=self._place.own)
-      await self._start(choice, self._newest_copy())
+      about = [self._star.members[own].about for own in self._star.there()]
+      await self._start(choice, newest_copy(about))
       code = await self._watch(used)
       if code is not None:
         return await self._end(code)
@@ -237,9 +238,6 @@ class Leader:
       return False
     self._place.generation = following
     return True
-
-  def _newest_copy(self) -> tuple[int, int]:
-    return newest_copy([self._star.members[own].about for own in self._star.there()])
 
   async def _start(self, choice: Choice, copy: tuple[int, int]) -> None:
     """Starts the training processes of a generation."""

@@ -8,6 +8,7 @@ the leader follows itself too, so what a supervisor does is all here.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -321,9 +322,8 @@ class Supervisor:
 
   async def _listen(self, link: Connection, neighbour: str, leader: Connection) -> None:
     """Hears of the training process's copies, and sends what others lack to the next host."""
-    is_first = True
     with contextlib.suppress(*GONE):
-      while True:
+      for number in itertools.count():
         message = await link.receive()
         if message["kind"] == "devices":
           self._devices = message["count"]
@@ -335,10 +335,9 @@ class Supervisor:
           )
         await link.send({"kind": "sent"})
         await leader.send({"kind": "copied", "step": message["step"]})
-        # Until the second copy what was lost is trained again, with nothing beside it.
-        if not self._waiting and not is_first:
+        # Devices are number 0. Until the second copy what was lost is trained again, with nothing beside it.
+        if number > 1 and not self._waiting:
           self._waiting = await self._begin()
-        is_first = False
 
   async def _send_on(self, slot: Slot, neighbour: str) -> str:
     """Sends what no other host has to the next one; returns why it could not."""

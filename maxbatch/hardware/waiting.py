@@ -74,6 +74,5 @@ class TrainingProcess:
 
 
 def _end_with_parent() -> None:
-  """Has the kernel end this process when its parent is no more, where it is Linux."""
-  if sys.platform == "linux":
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+  """Has the kernel, which is Linux as memory without a name is (copies.py), end it with its parent."""
+  _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
