@@ -14,8 +14,9 @@ from tiny_model import loud_parameters, random_rows, tiny_model
 
 from maxbatch.core.topology import Topology
 from maxbatch.hardware.devices import topology_devices
-from maxbatch.hardware.sharding import make_mesh
+from maxbatch.hardware.sharding import constrain, make_mesh
 from maxbatch.models import forms
+from maxbatch.precision.policy import PLAIN
 from maxbatch.training.loss import loss_parts
 
 B, T, N, H = 2, 3, 4, 6
@@ -68,6 +69,28 @@ def test_rotations_are_the_same_to_the_bit_of_their_dtype(in_both, dtype):
   plain, whole = in_both("tpu", turned, x_BTNH, d_BTNH)
   # Sums of two products may be rounded once or twice.
   assert_close(whole, plain, 1e-6 if dtype == "float32" else 0.0)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"data": 2, "fsdp": 2, "context": 2}])
+def test_tokens_are_looked_up_by_columns_as_they_are_in_the_whole_table(in_both, sizes):
+  axes, random = ("vocab", "embed"), np.random.default_rng(0)
+  table_VD, d_BTD = random.normal(size=(24, 8)), random.normal(size=(8, 4, 8))
+  ids_BT = random.integers(0, 3, (8, 4)) * 7  # Some often, most never.
+
+  def differentiated(table_VD, ids_BT, d_BTD):
+    def embedded(table_VD):
+      return forms.embedded(table_VD, axes, ids_BT, PLAIN)
+
+    x_BTD, pullback = jax.vjp(embedded, constrain(table_VD, axes))
+    return x_BTD, pullback(d_BTD)[0]
+
+  with jax.set_mesh(mesh(**sizes)):
+    arrays = jnp.float32(table_VD), jnp.asarray(ids_BT), jnp.float32(d_BTD)
+    whole, by_columns = in_both("tpu", differentiated, *arrays)
+    text = jax.jit(differentiated).lower(*arrays).as_text()
+  assert "all_to_all" in text
+  assert_close(by_columns, whole, 1e-6)
+  np.testing.assert_array_equal(by_columns[0], arrays[0][ids_BT])
 
 
 @pytest.mark.parametrize("device", ["tpu", "gpu"])

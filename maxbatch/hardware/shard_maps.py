@@ -62,6 +62,42 @@ def over_rows(
   )(stored, *rows)
 
 
+def has_columns(axes: LogicalAxes, shape: Sequence[int]) -> bool:
+  """Returns whether the devices that divide weights divide the last dim of this table, and no other."""
+  *others, last = _weight_spec(axes, shape)
+  return bool(last) and _names(last) == _open_weight_axes() and not any(others)
+
+
+def by_columns(
+  function: Callable[[jax.Array, jax.Array], jax.Array],
+  table_VD: jax.Array,
+  axes: LogicalAxes,
+  ids_BT: jax.Array,
+) -> jax.Array:
+  """Looks tokens up in a table whose columns devices divide, `has_columns`: (B, T) → (B, T, D).
+
+  Each device looks up its columns of all devices' tokens, (own D) of a row, and sends every device those of
+  its tokens. So neither the table is gathered nor its gradient reduced, which a device has for its columns.
+
+  Args:
+    function: from a table (V, own D) and tokens (n,) to their rows (n, own D).
+  """
+  names = _open_weight_axes()
+
+  def local(part_VC: jax.Array, ids_BT: jax.Array) -> jax.Array:
+    ids = jax.lax.all_gather(ids_BT.reshape(-1), names, tiled=True)
+    rows = jax.lax.all_to_all(function(part_VC, ids), names, 0, 1, tiled=True)
+    return rows.reshape(*ids_BT.shape, -1)
+
+  return jax.shard_map(
+    local,
+    in_specs=(_weight_spec(axes, table_VD.shape), *_token_specs((ids_BT,))),
+    out_specs=_token_specs((ids_BT,))[0],
+    axis_names=set(names),
+    check_vma=False,
+  )(table_VD, ids_BT)
+
+
 def divisible_heads(x_BSKH: jax.Array, num_query_heads: int, ways: int) -> jax.Array:
   """Repeats key/value heads until `ways` devices divide them, where they divide the query heads.
 

@@ -17,7 +17,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from maxbatch.hardware.shard_maps import by_columns, has_columns, over_rows
 from maxbatch.hardware.sharding import LogicalAxes, auto_axis_sizes, local_shape
+from maxbatch.precision.policy import Policy
 
 _GELU = math.sqrt(2 / math.pi), 0.044715
 _TOKENS = ("batch", "length", "vocab")
@@ -187,6 +189,35 @@ def _gelu_backward(x: jax.Array, d: jax.Array) -> tuple[jax.Array]:
 
 
 _gelu_by_logistic.defvjp(lambda x: (_gelu_by_logistic(x), x), _gelu_backward)
+
+
+def embedded(
+  table_VD: jax.Array, axes: LogicalAxes, ids_BT: jax.Array, policy: Policy
+) -> jax.Array:
+  """Returns rows of a table in the format of the computation, (V, D) and int32[B, T] → (B, T, D).
+
+  On TPU a device looks up its columns of all tokens: the table is not gathered.
+  """
+  if not is_for_tpu() or not has_columns(axes, table_VD.shape):
+    return over_rows(taken, policy.cast(table_VD), axes, ids_BT)
+  return by_columns(
+    lambda part_VC, ids: policy.cast(_rows_of(part_VC, ids)), table_VD, axes, ids_BT
+  )
+
+
+@jax.custom_vjp
+def _rows_of(table_VC: jax.Array, ids: jax.Array) -> jax.Array:
+  """Returns rows of a table; their gradients, of all devices' tokens, are summed in float32."""
+  return table_VC[ids]
+
+
+def _rows_of_backward(kept: tuple[Any, jax.Array], d: jax.Array) -> tuple[jax.Array, None]:
+  table, ids = kept
+  zeros = jnp.zeros(table.shape, jnp.float32)
+  return zeros.at[ids].add(d.astype(jnp.float32)).astype(table.dtype), None
+
+
+_rows_of.defvjp(lambda table_VC, ids: (table_VC[ids], (table_VC, ids)), _rows_of_backward)
 
 
 def taken(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:

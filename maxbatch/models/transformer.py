@@ -14,7 +14,6 @@ from flax import nnx
 from maxbatch.config.schema import ModelConfig, is_latent, rotated_dim
 from maxbatch.data.rows import Rows, in_order
 from maxbatch.errors import UserError
-from maxbatch.hardware.shard_maps import over_rows
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models.attention import (
   Attention,
@@ -25,7 +24,7 @@ from maxbatch.models.attention import (
 )
 from maxbatch.models.cache import Cache, Decode, empty_cache, in_row_order
 from maxbatch.models.experts import Experts
-from maxbatch.models.forms import taken
+from maxbatch.models.forms import embedded
 from maxbatch.models.layers import (
   FeedForward,
   Norm,
@@ -217,9 +216,8 @@ class Transformer(nnx.Module):
   @jax.named_scope("embedding")
   def _embed(self, rows: Rows) -> jax.Array:
     """Returns tokens, and learned positions, as vectors (B, T, D)."""
-    table_VD = self.policy.cast(self.embedding[...])
-    axes = self.embedding.axes
-    x_BTD = over_rows(taken, table_VD, axes, rows.inputs)
+    table = self.embedding
+    x_BTD = embedded(table[...], table.axes, rows.inputs, self.policy)
     probe_BS = probe_values(self.embedding_probe)
     if probe_BS is not None and self.head is None:
       x_BTD, cross_BTD = looked_up_tied(x_BTD, rows.inputs, probe_BS)
