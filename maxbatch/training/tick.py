@@ -202,8 +202,7 @@ class PipelineStage:
     return ForwardResult(x_RTD if self.capacity else None, outputs.hidden_BTD, residuals, own)
 
   def _no_forward(self, x_RTD: jax.Array) -> ForwardResult:
-    kept_RTD = x_RTD if self.capacity else None
-    return ForwardResult(kept_RTD, x_RTD, self._blank_residuals(), self.own)
+    return ForwardResult(x_RTD if self.capacity else None, x_RTD, self._blank_residuals(), self.own)
 
   def _add_loss(
     self, all_stages: TickArrays, y_RTD: jax.Array, state: StageState
@@ -397,4 +396,5 @@ def _add_at(total: jax.Array, place: tuple[jax.Array, jax.Array], value: jax.Arr
 
 
 def _write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
-  return buffer.at[slot].set(value.astype(buffer.dtype))
+  """Writes to a slot that there is: .at[slot].set also reads it, in case there is none."""
+  return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), slot, 0)
