@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from maxbatch.precision.formats import CBFLOAT16, FLOAT16, FORMATS, Format
-from maxbatch.precision.policy import PLAIN, Policy, emulated, rounded, stochastically_updated
+from maxbatch.precision.policy import (
+  PLAIN,
+  Policy,
+  cast_as_read,
+  emulated,
+  rounded,
+  stochastically_updated,
+)
 
 
 def values(of: Format) -> np.ndarray:
@@ -140,3 +147,24 @@ def test_stochastic_rounding_takes_a_neighbour_and_keeps_what_needs_no_rounding(
   steps = 2.0 ** (np.floor(np.log2(np.abs(x))) - 7)
   assert np.abs(error / steps).max() < 1
   assert abs((error / steps).mean()) < 0.02
+
+
+def test_what_is_only_cast_is_cast_once():
+  def narrow(x):
+    return x.astype(jnp.bfloat16)
+
+  def function(x):
+    within = jax.checkpoint(jax.jit(lambda a, b: narrow(a[0]) * narrow(b)))
+    once = within(x[("twice",)], x[("inside",)][0]) + narrow(x[("twice",)][0])
+    twice = narrow(x[("read too",)]).sum() + x[("read too",)].sum()
+    wider = x[("in bfloat16",)].astype(jnp.float32).sum() + x[("in two",)].astype(jnp.float16).sum()
+    return once, twice, wider, narrow(x[("in two",)]), x[("handed on",)]
+
+  shapes = {"twice": (1, 2), "inside": (1, 2)}
+  names = ["twice", "inside", "read too", "in bfloat16", "in two", "handed on", "unused"]
+  arrays = {(name,): jnp.ones(shapes.get(name, 2)) for name in names}
+  arrays[("in bfloat16",)] = narrow(arrays[("in bfloat16",)])
+  read = cast_as_read(function, arrays, arrays)
+  changed = {name for (name,), x in read.items() if x.dtype != arrays[(name,)].dtype}
+  assert changed == {"twice", "inside"}
+  assert all(read[(name,)].dtype == jnp.bfloat16 for name in changed)

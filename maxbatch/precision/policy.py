@@ -6,10 +6,12 @@ float32 whatever the policy is. Formats that no device has are emulated by round
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from maxbatch.config.schema import ModelConfig, PrecisionConfig
@@ -123,6 +125,53 @@ class Policy:
 
 PLAIN = Policy()
 _ROUNDED = {"stochastic": "stochastically", "nearest": "to the nearest"}
+
+
+Path = tuple[str, ...]
+
+
+def cast_as_read(
+  function: Callable[[Any], Any], like: Mapping[Path, Any], arrays: Mapping[Path, jax.Array]
+) -> dict[Path, jax.Array]:
+  """Returns arrays as a function computes with them: those that it only ever casts to one narrower format
+  are cast here, once, to the same values.
+
+  Args:
+    function: of a dict of arrays or shapes as in `like`, with the keys of `arrays`.
+  """
+  traced = jax.make_jaxpr(function)(dict(like)).jaxpr
+  each = zip(sorted(like), traced.invars, strict=True)
+  read = {path: _formats_read(traced, variable) for path, variable in each}
+
+  def cast(array: jax.Array, formats: set[np.dtype | None]) -> jax.Array:
+    to = next(iter(formats)) if len(formats) == 1 else None
+    return array.astype(to) if to and to.itemsize < array.dtype.itemsize else array
+
+  return {path: cast(array, read[path]) for path, array in arrays.items()}
+
+
+def _formats_read(jaxpr: Any, variable: Any) -> set[np.dtype | None]:
+  """Returns the formats to which an array is cast where it is read; None: it is read as it is."""
+  formats: set[np.dtype | None] = {None for output in jaxpr.outvars if output is variable}
+  for equation in jaxpr.eqns:
+    name = equation.primitive.name
+    for at in [at for at, read in enumerate(equation.invars) if read is variable]:
+      if name == "convert_element_type":
+        formats.add(np.dtype(equation.params["new_dtype"]))
+      elif name in _PARTS:
+        formats = formats.union(*(_formats_read(jaxpr, part) for part in equation.outvars))
+      elif name in _CALLS:
+        inner = equation.params["jaxpr"]
+        inner = getattr(inner, "jaxpr", inner)
+        formats |= _formats_read(inner, inner.invars[at])
+      else:
+        formats.add(None)
+  return formats
+
+
+_PARTS = ("split", "squeeze")
+_CALLS = ("jit", "checkpoint", "remat2")
+"""Names, in versions of jax, of what calls a jaxpr with its own operands."""
 
 
 def policy_of(config: PrecisionConfig) -> Policy:

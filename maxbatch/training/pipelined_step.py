@@ -30,6 +30,7 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   buffer_capacity,
   forward_only_arrays,
 )
+from maxbatch.precision.policy import cast_as_read
 from maxbatch.training.accumulate import group_squares
 from maxbatch.training.expert_load import tokens_of
 from maxbatch.training.metrics import NO_METRICS, Metrics, Quotient
@@ -238,6 +239,7 @@ def _local_gradients(
   """Runs one stage of one replica, and sums its results over stages and replicas as needed."""
   layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
   microbatch = split_microbatches(parts.in_order(rows), pipeline.num_pipeline_microbatches)
+  layers = _cast_once(parts, layers, rest, microbatch)
   stash = _make_stash(parts, pipeline, layers, rest, microbatch)
   own, d_terms = zero_stage_sums(parts.model), {}
   if own.terms:
@@ -319,6 +321,28 @@ def _pad_rows(rows: Rows, sizes: EvalMicrobatches) -> Rows:
 def _row_groups(sizes: Mapping[str, int]) -> int:
   """Returns the groups of a replica's devices that have rows of their own."""
   return weight_groups(sizes) // sizes.get("context", 1)
+
+
+def _cast_once(
+  parts: ModelParts,
+  layers: FlatParams,
+  rest: FlatParams,
+  microbatch: Callable[[jax.Array], Any],
+) -> FlatParams:
+  """Returns the layers' parameters in the formats in which layers compute with them: cast once in a step,
+  not in every pass of every microbatch."""
+  one = {
+    path: jax.ShapeDtypeStruct((1, *leaf.shape[2:]), leaf.dtype) for path, leaf in layers.items()
+  }
+
+  def layer(one: FlatParams) -> Any:
+    rows, first = parts.objective.rows(microbatch(jnp.int32(0))), jnp.int32(0)
+    return parts.apply_layers(one, rest, parts.embed(layers, rest, rows), rows, first)
+
+  read = cast_as_read(layer, one, layers)
+  is_cast = any(leaf is not layers[path] for path, leaf in read.items())
+  # Without the barrier the compiler casts in every pass after all, to hold no copy.
+  return lax.optimization_barrier(read) if is_cast else layers
 
 
 def _make_stash(
