@@ -23,6 +23,8 @@ from maxbatch.precision.policy import Policy
 
 _GELU = math.sqrt(2 / math.pi), 0.044715
 _TOKENS = ("batch", "length", "vocab")
+_TILE_WIDTH = 128
+"""Of arrays in a TPU's memory."""
 
 
 def is_for_tpu() -> bool:
@@ -196,9 +198,11 @@ def embedded(
 ) -> jax.Array:
   """Returns rows of a table in the format of the computation, (V, D) and int32[B, T] → (B, T, D).
 
-  On TPU a device looks up its columns of all tokens: the table is not gathered.
+  On TPU a device looks up its columns of all tokens: the table is not gathered. Not where they fill less than
+  a tile, to whose width every row of all devices' tokens would be padded.
   """
-  if not is_for_tpu() or not has_columns(axes, table_VD.shape):
+  is_wide = local_shape(axes, table_VD.shape)[1] >= _TILE_WIDTH
+  if not (is_for_tpu() and is_wide and has_columns(axes, table_VD.shape)):
     return over_rows(taken, policy.cast(table_VD), axes, ids_BT)
   return by_columns(
     lambda part_VC, ids: policy.cast(_rows_of(part_VC, ids)), table_VD, axes, ids_BT
