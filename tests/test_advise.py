@@ -193,6 +193,16 @@ def test_without_a_slice_there_is_a_batch_and_no_time(capsys):
   assert result["batch"]["samples"] % 64 == 0
 
 
+def test_a_pipeline_s_batch_is_what_its_stages_divide(capsys):
+  question = "config=base", "total_tokens=1e9", "num_devices=14", "base_num_decoder_layers=14"
+  question += "ramp=false", "batch_size=500"
+  stages = "pipeline_schedule=1f1b", "ici_pipeline_parallelism=7"
+  # 2 groups of devices, each with a sample for each of 7 stages.
+  assert answer(capsys, *question, *stages)["batch"]["samples"] == 504
+  assert answer(capsys, *question)["batch"]["samples"] in (490, 504)
+  assert answer(capsys, *question, *stages[1:])["batch"]["samples"] == 500
+
+
 def test_a_rate_found_elsewhere_is_carried_over_with_its_half_life(capsys):
   keys = [*LLAMA, "ramp=false", "learning_rate=3e-4", "adam_b2=0.98", "rate_found_at=786432"]
   result = answer(capsys, *keys)["settings"]

@@ -103,7 +103,7 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
   goal = Goal(asked.tokens / constant, size.critical_tokens)
   result = curves(asked, goal, sizes.samples) if asked.place else []
   here = point(asked, goal, asked.place, sizes.samples) if asked.place else None
-  unit = sizes.micro_batch or asked.mesh.num_batch_groups
+  unit = sizes.micro_batch or asked.batch_unit
   running = Running(sizes.samples, unit, advised.learning_rate)
   return Advice(
     asked=asked,
@@ -126,9 +126,8 @@ def _sizes(asked: Asked, size: BatchSize) -> Sizes:
   exact = float(asked.own_batch or size.tokens / asked.length)
   wanted = max(1, round(exact)) if asked.own_batch else round_batch(exact)
   if asked.place is None:
-    samples = dividing(wanted, asked.mesh)
-    unit = asked.mesh.num_batch_groups
-    return Sizes(samples, _phases(asked, size, samples, unit), 0, None)
+    samples = dividing(wanted, asked.batch_unit)
+    return Sizes(samples, _phases(asked, size, samples, asked.batch_unit), 0, None)
   samples = nearest(asked, asked.place, wanted)
   if not asked.own_batch:
     samples = _faster(asked, size, samples)

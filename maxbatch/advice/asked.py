@@ -158,6 +158,16 @@ class Asked:
     return known
 
   @property
+  def batch_unit(self) -> int:
+    """Samples that divide the batch where no place is given: one for each group of devices, in a pipeline as
+    many as its stages need."""
+    pipeline, stages = self.config.pipeline, self.mesh.shape.get("stage", 1)
+    each = 1
+    if pipeline.pipeline_schedule != "none":
+      each = stages * (2 if pipeline.pipeline_delay_activation_forwarding else 1)
+    return self.mesh.num_batch_groups * each
+
+  @property
   def own_batch(self) -> Fraction | None:
     """Samples of a step that were asked for by hand; None: the rules say how many."""
     given = given_sizes(self.config.batch).batch
@@ -243,10 +253,12 @@ def check_scope(config: Config, named: Iterable[str]) -> None:
       f"steps={run.steps}: the steps follow from the batch that is advised; leave it out, or "
       "steps=-1"
     )
-  if config.pipeline.pipeline_schedule != "none":
+  schedule, topology = config.pipeline.pipeline_schedule, config.compile.compile_topology
+  if schedule != "none" and topology:
     raise UserError(
-      f"pipeline_schedule={config.pipeline.pipeline_schedule}: the advice does not cover "
-      "pipelines; maxbatch pipeline does; for example pipeline_schedule=none"
+      f"pipeline_schedule={schedule} with compile_topology={topology}: on a slice the advice chooses the mesh, "
+      "among those without stages; for example pipeline_schedule=none, or leave compile_topology out for the "
+      "batch and what goes with it, and let maxbatch pipeline compare schedules"
     )
   if config.model.lora_rank or config.optimizer.trainable:
     raise UserError(

@@ -12,8 +12,6 @@ import itertools
 from collections.abc import Sequence
 
 from maxbatch.batch_rules.published import GROWTH
-from maxbatch.core.solve import nearest_batches
-from maxbatch.core.topology import Topology
 
 _HALVINGS = 3
 """A ramp begins with at least an eighth of its last batch: below, phases are shorter than a warm-up."""
@@ -92,9 +90,10 @@ def round_batch(exact: float) -> int:
     near = multiple
 
 
-def dividing(samples: int, mesh: Topology) -> int:
-  """Returns `samples`, or the nearest batch with whole samples for every data-parallel group."""
-  return min(nearest_batches(samples, mesh), key=lambda size: abs(size - samples))
+def dividing(samples: int, unit: int) -> int:
+  """Returns the multiple of `unit` samples that is nearest to so many."""
+  near = (samples // unit * unit or unit, -(-samples // unit) * unit)
+  return min(near, key=lambda size: abs(size - samples))
 
 
 def whole_steps(phases: Sequence[tuple[int, int]], samples: float) -> int:
