@@ -21,7 +21,7 @@ from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, timetable_arrays
 from maxbatch.precision.policy import policy_of
-from maxbatch.training import partial_sums, tick
+from maxbatch.training import partial_sums, stage_state, tick
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.objective import LOSS
 from maxbatch.training.optimizer import make_optimizer
@@ -179,11 +179,12 @@ def _plain_gradients(
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
   """Puts NaN into everything that an idle stage could read, and what it writes too."""
-  monkeypatch.setattr(tick, "_blank", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+  for module in (tick, stage_state):
+    monkeypatch.setattr(module, "blank", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 
   def write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
     return buffer.at[slot].set(
       jnp.where(slot == len(buffer) - 1, jnp.nan, value).astype(buffer.dtype)
     )
 
-  monkeypatch.setattr(tick, "_write", write)
+  monkeypatch.setattr(tick, "write", write)

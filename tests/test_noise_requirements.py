@@ -239,11 +239,6 @@ def test_another_first_batch():
       {"gns": "off", "compile_only": "true"},
       "error: batch_schedule=gns needs the noise scale, and gns=off;",
     ),
-    (
-      {"pipeline_schedule": "1f1b", "ici_pipeline_parallelism": 2},
-      "error: gns=norm and pipeline_schedule=1f1b: stages do not measure the gradients of single "
-      "examples; for example gns=off gns_from_microbatches=true",
-    ),
   ],
 )
 def test_the_command_refuses_before_anything_is_done(tmp_path, capsys, keys, named):
@@ -261,16 +256,13 @@ def test_validate_only_refuses_what_a_run_would(capsys):
   assert "batch_schedule=gns needs the noise scale, and gns=off" in capsys.readouterr().err
 
 
-def test_a_pipeline_compares_replicas_alone():
+def test_a_pipeline_measures_rows_and_compares_its_microbatches():
   of_parts = {"gns": "off", "gns_from_microbatches": "true", "pipeline_schedule": "1f1b"}
   of_parts |= {"ici_pipeline_parallelism": 2, "num_simulated_devices": 4}
-  two, one = {"ici_data_parallelism": 2}, {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 1}
-  checked(**of_parts | two)
-  with pytest.raises(UserError, match="in a pipeline it compares replicas, and there is one"):
-    checked(**of_parts | one)
-  checked(**of_parts | one, accumulation="streamed", gradient_accumulation_steps=2)
-  with pytest.raises(UserError, match="batch_schedule=gns and pipeline_schedule=1f1b"):
-    checked(**STEERED | of_parts | two)
+  # Of a single step of accumulation it makes several.
+  checked(**of_parts, ici_fsdp_parallelism=2, ici_data_parallelism=1)
+  checked(**of_parts | {"gns": "norm"}, ici_fsdp_parallelism=2)
+  checked(**STEERED | of_parts)
 
 
 def test_a_file_that_nothing_follows():

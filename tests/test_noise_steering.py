@@ -87,6 +87,15 @@ def test_a_growing_batch_compiles_one_program(steered):
   assert steered.compiled == (2,)
 
 
+def test_a_pipeline_s_batch_grows_as_without_stages(train, steered):
+  """In one program, whose timetable has room for the largest batch."""
+  with bold():
+    piped = train("piped", **STEERED, pipeline_schedule="1f1b", ici_pipeline_parallelism=2)
+  assert changes(piped) == changes(steered)
+  assert len(piped.compiled) == 1
+  assert piped.values("loss") == pytest.approx(steered.values("loss"), rel=1e-4)
+
+
 def test_the_learning_rate_grows_with_the_root_of_the_batch(steered):
   for before, record in itertools.pairwise(steered.records):
     begun, batch = before["samples"], record["global_batch_to_train"]

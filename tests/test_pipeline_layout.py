@@ -88,6 +88,26 @@ def test_one_number_of_microbatches_must_cut_every_stage_of_a_schedule():
   assert pipeline(*keys).choices == (4,)
 
 
+def test_halves_that_are_compared_are_what_is_divided():
+  keys = ["pipeline_schedule=1f1b", "num_generations=4", "accumulation=streamed"]
+  keys += ["gradient_accumulation_steps=2", "gns_from_microbatches=true"]
+  one = pipeline(*FOUR, *keys, "per_device_batch_size=2")
+  assert (one.rows, one.choices, one.timetables) == (1, (4,), 4)
+  assert (
+    "must divide the 2 samples of half a microbatch, which gns_from_microbatches=true compares, in each of "
+    "2 groups"
+  ) in message(*FOUR, *keys, "per_device_batch_size=1", "num_pipeline_microbatches=4")
+
+
+def test_a_timetable_has_room_for_the_largest_batch_that_follows_the_noise_scale():
+  keys = ["pipeline_schedule=1f1b", "batch_schedule=gns", "gns_max_batch_size=256", "batch_size=64"]
+  one = pipeline(*FOUR, *keys, "per_device_batch_size=4")
+  assert (one.num_microbatches, one.max_num_microbatches) == (2, 8)
+  assert message(*FOUR, *keys[:2], "gns_max_batch_size=1024000", *keys[3:]).endswith(
+    "of which there can be 50,000; for example gns_max_batch_size=64, or more samples in a microbatch"
+  )
+
+
 def test_stages_between_slices_count():
   config = load_config(
     ["config=base", "dcn_pipeline_parallelism=2", "ici_pipeline_parallelism=2", "steps=1",

@@ -157,7 +157,7 @@ def test_what_idle_stages_compute_changes_nothing(monkeypatch, stash):
 @pytest.mark.usefixtures("fresh_programs")
 def test_that_would_be_seen_without_the_masks(monkeypatch):
   poison(monkeypatch)
-  monkeypatch.setattr(tick, "_mask", lambda condition, value: value)
+  monkeypatch.setattr(tick, "mask", lambda condition, value: value)
   gradients, _ = pipelined(Case(repeats=2, dropout_rate=0.0), "circular", CUTS)
   # One mask keeps the layers' gradients, another the embedding's.
   assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients["layers"]))

@@ -163,10 +163,15 @@ def split(tree: Any, first: int, count: int) -> Any:
   return jax.tree.map(lambda x: np.asarray(x)[first : first + count], tree)
 
 
-def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
+PIPELINE = "pipeline_schedule=1f1b", "ici_pipeline_parallelism=2", "base_num_decoder_layers=2"
+PIPELINE += "num_pipeline_microbatches=2", f"num_generations={G}"
+
+
+@pytest.mark.parametrize("keys", [(), PIPELINE])
+def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups(keys):
   """Against the gradients of each half by itself; of two replicas each has microbatches of its own."""
-  micro, num_devices = 8, 2
-  config = config_of(micro, "gns_from_microbatches=true")
+  micro, replicas, num_devices = (16, 2, 4) if keys else (8, 2, 2)
+  config = config_of(micro, "gns_from_microbatches=true", *keys)
   layout = topology(config.mesh, num_devices)
   plan = plan_batches(config.batch, config.run, layout)
   loss = dataclasses.replace(LOSS, halves=True)
@@ -195,8 +200,8 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
     return jax.grad(loss_of, has_aux=True)(params)
 
   of_halves = of_parts = of_weights = 0.0
-  for first in range(0, B, micro // num_devices):
-    groups = np.arange(first, first + micro // num_devices).reshape(-1, 2, G // 2)
+  for first in range(0, B, micro // replicas):
+    groups = np.arange(first, first + micro // replicas).reshape(-1, 2, G // 2)
     chosen = [groups[:, half].ravel() for half in (0, 1)]
     found = [
       gradient(jax.tree.map(lambda x, at=at: np.asarray(x)[at], completions)) for at in chosen
@@ -212,6 +217,8 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
   assert float(noise.squares.of_replicas) == pytest.approx(of_parts, rel=1e-5)
   assert float(noise.squares.replica_divisors) == pytest.approx(of_weights, rel=1e-6)
   assert float(noise.rows) == B
+  if keys:
+    return
   _, same, plain = step(micro, 1)
   assert float(metrics.loss) == pytest.approx(float(plain.loss), rel=1e-6)
   assert (

@@ -499,10 +499,6 @@ def test_one_token_that_rounding_sends_to_another_expert_stops_no_run():
     (["warm_start_steps=3", "load_parameters_path=x"], "warm_start_steps=3"),
     (["dropout_rate=0.1"], "dropout_rate=0.1"),
     (["gns=all"], "gns=all"),
-    (
-      ["pipeline_schedule=gpipe", "gns_from_microbatches=true"],
-      "in a pipeline no stage has the gradient of a half by itself",
-    ),
   ],
 )
 def test_what_a_run_cannot_do_is_refused_by_name(keys, said):

@@ -144,7 +144,7 @@ def _unmeasured(run: RunHistory, batch: int) -> Finding:
     says += f" (gns_calibrate_every={every})"
     return Finding("Batch", says, f"gns_calibrate_every={every // 2 or 10}", then)
   says += "run does not measure its noise scale"
-  of_rows = config.get("num_experts", 1) == 1 and config.get("pipeline_schedule", "none") == "none"
+  of_rows = config.get("num_experts", 1) == 1
   if of_rows and batch > 1:
     return Finding("Batch", says, "gns=norm", then)
   if not of_rows and run.metrics.last.get("gradient_accumulation_steps", 1) > 1:

@@ -160,6 +160,7 @@ class Model:
   trainable: tuple[str, ...] = ()
   """The patterns of the parameters that train."""
   policy: Policy = PLAIN
+  probes_kept: Probes = "off"
 
   @functools.cached_property
   def frozen(self) -> frozenset[Path]:
@@ -356,7 +357,7 @@ def _built(
 
   graph, abstract, abstract_probes = jax.eval_shape(create, jax.random.key(0))
   shapes = graph, abstract, abstract_probes
-  return Model(config, create, *shapes, max_target_length, trainable, policy)
+  return Model(config, create, *shapes, max_target_length, trainable, policy, probes)
 
 
 def _set_policy(model: nnx.Module, policy: Policy) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
-from maxbatch.batch.from_config import mesh_of, plan_batches
+from maxbatch.batch.from_config import is_rl, mesh_of, plan_batches
 from maxbatch.config.load import Keys, assigned, suggested_fixes
 from maxbatch.config.schema import Config, PipelineConfig
 from maxbatch.core.keys import counted
@@ -88,6 +88,11 @@ def _first_layers(config: Config) -> int:
   return config.model.first_num_dense_layers
 
 
+def _compared_parts(config: Config) -> int:
+  """Returns the parts of a microbatch that have a timetable each, to be compared."""
+  return 2 if is_rl(config.rl) and config.noise.gns_from_microbatches else 1
+
+
 def _divided_layers(config: Config) -> int:
   """Returns the layers that stages divide."""
   return config.model.base_num_decoder_layers - _first_layers(config)
@@ -118,14 +123,16 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
     config, schedule, plan, TimetableShape(stages, 1, repeats, forwarding_delay)
   )
   num_microbatches, streamed = plan.num_microbatches, config.batch.accumulation == "streamed"
-  most = 1 if streamed else max(point.num_microbatches for point in plan.schedule.points)
+  known = max(point.num_microbatches for point in plan.schedule.points)
+  # A batch that follows the noise scale grows up to the largest.
+  most = 1 if streamed else max(known, plan.max_batch // plan.micro_batch_to_train)
+  parts = _compared_parts(config)
   cells = most * num_pipeline_microbatches * stages * repeats
   if cells > _MOST_CELLS:
     raise UserError(
       f"{most} microbatches × num_pipeline_microbatches={num_pipeline_microbatches} in {stages} "
       f"stages and {repeats} repeats are a timetable of {cells:,} forwards, of which there can be "
-      f"{_MOST_CELLS:,}; for example accumulation=streamed, with a timetable for each microbatch, or "
-      "fewer gradient accumulation steps"
+      f"{_MOST_CELLS:,}; for example {_smaller_timetable(plan, known)}"
     )
   return Pipeline(
     schedule=keys.pipeline_schedule,
@@ -135,13 +142,24 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
     num_pipeline_microbatches=num_pipeline_microbatches,
     num_microbatches=1 if streamed else num_microbatches,
     max_num_microbatches=most,
-    timetables=num_microbatches if streamed else 1,
-    rows=samples_per_group(plan.micro_batch_to_train, plan.topology, num_pipeline_microbatches),
+    timetables=num_microbatches * parts if streamed else 1,
+    rows=samples_per_group(
+      plan.micro_batch_to_train // parts, plan.topology, num_pipeline_microbatches
+    ),
     choices=choices,
     forwarding_delay=forwarding_delay,
     stash=keys.pipeline_saved_activations,
     is_open=keys.num_pipeline_microbatches == -1 and len(choices) > 1,
   )
+
+
+def _smaller_timetable(plan: BatchPlan, known: int) -> str:
+  """Returns what has fewer forwards in a timetable."""
+  if plan.max_batch > known * plan.micro_batch_to_train:
+    return (
+      f"gns_max_batch_size={known * plan.micro_batch_to_train}, or more samples in a microbatch"
+    )
+  return "accumulation=streamed, with a timetable for each microbatch, or fewer gradient accumulation steps"
 
 
 def _forwarding_delay(config: PipelineConfig) -> int:
@@ -246,8 +264,8 @@ def _num_pipeline_microbatches(
   """Returns num_pipeline_microbatches, and everything that it could be."""
   given = config.pipeline.num_pipeline_microbatches
   # A batch schedule may have other microbatches: the number must divide all of them.
-  micro_batches = (*plan.micro_batches, plan.micro_batch_to_train)
-  rows = math.gcd(*(samples_per_group(micro_batch, plan.topology) for micro_batch in micro_batches))
+  micro_batches, parts = (*plan.micro_batches, plan.micro_batch_to_train), _compared_parts(config)
+  rows = math.gcd(*(samples_per_group(size // parts, plan.topology) for size in micro_batches))
   least = shape.forwarding_delay * shape.stages
   unit = least if schedule.microbatch_multiple(shape) > 1 else shape.stages
   choices = tuple(n for n in divisors(rows) if n >= least and (n - least) % unit == 0)
@@ -258,7 +276,7 @@ def _num_pipeline_microbatches(
   near = sorted(choices, key=lambda count: abs(count - given))
   alone: list[Keys] = [{"num_pipeline_microbatches": count} for count in near if given != -1]
   needed = given if given >= least and given % unit == 0 else least
-  offers = iter([*alone, *_batch_offers(config, plan, needed)])
+  offers = iter([*alone, *_batch_offers(config, plan, needed * parts)])
   raise _MisfitError(_num_pipeline_microbatches_message(config, plan, shape, rows, unit), offers)
 
 
@@ -268,8 +286,13 @@ def _num_pipeline_microbatches_message(
   keys = config.pipeline
   given, least = keys.num_pipeline_microbatches, shape.forwarding_delay * shape.stages
   groups = counted(plan.topology.num_batch_groups, "group")
+  of = (
+    "half a microbatch, which gns_from_microbatches=true compares,"
+    if _compared_parts(config) > 1
+    else "one microbatch"
+  )
   per_group = (
-    f"the {counted(rows, 'sample')} of one microbatch in each of {groups} of devices "
+    f"the {counted(rows, 'sample')} of {of} in each of {groups} of devices "
     f"(micro_batch_to_train={plan.micro_batch_to_train})"
   )
   if len(plan.micro_batches) > 1:

@@ -135,7 +135,8 @@ class Pipeline:
     num_pipeline_microbatches: pieces of one microbatch of gradient accumulation.
     num_microbatches: of gradient accumulation in a timetable: all of a step, or 1 if streamed.
     max_num_microbatches: the same for the largest step of the batch schedule.
-    timetables: timetables of a step: 1, or its microbatches where they are streamed.
+    timetables: timetables of a step: 1, or its microbatches where they are streamed, or the halves of these
+      where they are compared.
     rows: samples of one pipeline microbatch in each data-parallel group.
     choices: what num_pipeline_microbatches could be instead, this one included.
     forwarding_delay: ticks from computing a result to using it on the next stage, 1 or 2.

@@ -51,6 +51,11 @@ class PolicyLoss:
   replays: bool = False
   """Whether tokens are sent to these."""
 
+  @property
+  def compares_parts(self) -> bool:
+    """Whether a dispatch is fed halves."""
+    return self.halves
+
   def batch_shapes(self, rows: Rows) -> Completions:
     """Returns the shapes of the completions that a step is fed."""
     if self.halves:

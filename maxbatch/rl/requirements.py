@@ -55,14 +55,6 @@ def check_rl(config: Config) -> None:
       "decode_sampling_temperature=0 samples the same completion every time, so a group "
       "has nothing to compare; for example decode_sampling_temperature=1"
     )
-  schedule = config.pipeline.pipeline_schedule
-  if schedule != "none" and config.noise.gns_from_microbatches:
-    raise UserError(
-      f"gns_from_microbatches=true with num_generations={config.rl.num_generations} and "
-      f"pipeline_schedule={schedule}: the noise scale per prompt compares the halves of each microbatch, and "
-      "in a pipeline no stage has the gradient of a half by itself; for example "
-      "gns_from_microbatches=false, or pipeline_schedule=none"
-    )
   _check_beginning(config)
   _check_reward_columns(config)
 

@@ -25,7 +25,7 @@ from maxbatch.core.topology import weight_groups
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models.experts import TOKENS
 from maxbatch.models.lora import Path
-from maxbatch.models.registry import Model, Parameters, Probed, by_path, joined
+from maxbatch.models.registry import DENSE_LAYERS, Model, Parameters, Probed, by_path, joined
 from maxbatch.training import partial_sums
 from maxbatch.training.expert_load import counts_twice, tokens_of
 from maxbatch.training.objective import PROBES, TEXT, Loss, noise_stats
@@ -227,14 +227,23 @@ def expert_squares(
   return both_2G[:, 1], both_2G[:, 2:].reshape(2, -1, model.config.num_experts)
 
 
-def probe_squares(model: Model, gradients: Parameters) -> Parameters:
-  """Returns, for every probe, the squares of the gradients of what it measures, in parts."""
+def probe_squares(
+  model: Model, gradients: Parameters, layers: np.ndarray | None = None
+) -> Parameters:
+  """Returns, for every probe, the squares of the gradients of what it measures, in parts, by layer of the model.
+
+  Args:
+    layers: as above, of the layers that a pipeline's stages divide.
+  """
   axes, flat = model.axes(), flat_gradients(gradients)
 
   def of(probed: Probed) -> jax.Array:
     lead = 1 if probed.num_layers else 0
     squares = [partial_sums.of_squares(flat[path], axes[path], lead) for path in probed.parameters]
-    return functools.reduce(jnp.add, squares)
+    total = functools.reduce(jnp.add, squares)
+    if layers is None or not lead or probed.path[0] == DENSE_LAYERS:
+      return total
+    return total[np.argsort(layers)]
 
   structure = jax.tree.structure(model.probes(1, 1))
   return jax.tree.unflatten(structure, [of(probed) for probed in model.probed()])

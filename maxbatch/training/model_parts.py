@@ -27,11 +27,13 @@ from maxbatch.core.rows import sample_keys
 from maxbatch.core.terms import Ratio, Stats, Terms, joined, over_replicas, zeros_of
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.hardware.sharding import auto_axis_sizes, constrain
+from maxbatch.hardware.sharding import auto_axis_sizes
 from maxbatch.models.layers import Outputs, outputs_of, whole_sums
+from maxbatch.models.probes import TiedProbe
 from maxbatch.models.registry import (
   DENSE_LAYERS,
   LayeredModel,
+  MeasuredModel,
   Model,
   Parameters,
   UnevenModel,
@@ -72,6 +74,27 @@ def merge_layers(layers: FlatParams, rest: FlatParams) -> Parameters:
   return unflatten_dict(layers | rest)
 
 
+def zero_probes(model: Model, rows: int) -> tuple[FlatParams, FlatParams]:
+  """Returns zeros for the probes of one of the layers that stages divide, (1, R, S), and for all others, of
+  which those of other layers have their number in front, to differentiate by (models/probes.py)."""
+  probes = cast(FlatParams, flatten_dict(model.probes(rows, auto_axis_sizes()["tensor"])))
+  layers = {path: leaf[:1] for path, leaf in probes.items() if _is_of_layers(path, leaf.ndim - 2)}
+  return layers, {path: leaf for path, leaf in probes.items() if path not in layers}
+
+
+def _is_of_layers(path: tuple[str, ...], lead: int) -> bool:
+  return lead > 0 and path[0] != DENSE_LAYERS
+
+
+class LossProbes(NamedTuple):
+  """Zeros to differentiate the loss of whole rows by."""
+
+  by_path: FlatParams
+  """(R, S) each."""
+  tied_RTD: jax.Array | None
+  """Of a table that is the output matrix too, to whose gradient both add: `TiedProbe.cross_BTD`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelParts:
   """The parts of a model, each a function of the layers' and the other parameters."""
@@ -84,10 +107,19 @@ class ModelParts:
 
   def embed(self, layers: FlatParams, rest: FlatParams, rows: Rows) -> jax.Array:
     """Returns the input of the first of the layers that stages divide: (R, T, D)."""
-    bound, keys_R = self._bind(layers, rest), self._dropout_keys(rows)
+    return self.measured_embed(layers, rest, rows, {})[0]
+
+  def measured_embed(
+    self, layers: FlatParams, rest: FlatParams, rows: Rows, probes: FlatParams
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Returns `embed`, with these probes, and of a table that is the output matrix too the zeros by which
+    the loss of the rows is to be differentiated: `LossProbes.tied_RTD`."""
+    bound, keys_R = self._bind(layers, rest, probes), self._dropout_keys(rows)
     rows = self._placed(rows)
     x_RTD = bound.embed(rows, keys_R)
-    return bound.first_layers(x_RTD, rows, keys_R) if isinstance(bound, UnevenModel) else x_RTD
+    tied = bound.output_probe() if isinstance(bound, MeasuredModel) else None
+    x_RTD = bound.first_layers(x_RTD, rows, keys_R) if isinstance(bound, UnevenModel) else x_RTD
+    return x_RTD, tied.cross_BTD if isinstance(tied, TiedProbe) else None
 
   @property
   def num_first_layers(self) -> int:
@@ -95,14 +127,20 @@ class ModelParts:
     return self.model.config.first_num_dense_layers
 
   def apply_layers(
-    self, layers: FlatParams, rest: FlatParams, x_RTD: jax.Array, rows: Rows, first_layer: jax.Array
+    self,
+    layers: FlatParams,
+    rest: FlatParams,
+    x_RTD: jax.Array,
+    rows: Rows,
+    first_layer: jax.Array,
+    probes: FlatParams | None = None,
   ) -> Outputs:
-    """Applies the layers, the first of which is layer `first_layer` of the model.
+    """Applies the layers, the first of which is layer `first_layer` of the model, with their probes, if any.
 
     Their terms are scalars; all sums of floats are in float32.
     """
     keys_R = self._dropout_keys(rows)
-    bound = self._bind(layers, rest)
+    bound = self._bind(layers, rest, probes)
     y_RTD, terms, stats = outputs_of(
       bound.apply_layers(x_RTD, self._placed(rows), keys_R, first_layer)
     )
@@ -117,6 +155,7 @@ class ModelParts:
     cut: Callable[[jax.Array], jax.Array] = lambda x_RT: x_RT,
     counts_rows: jax.Array | None = None,
     scale: jax.Array | None = None,
+    probes: LossProbes | None = None,
   ) -> "StageSums":
     """Returns the loss of some tokens, and its statistics, as scalars.
 
@@ -126,12 +165,14 @@ class ModelParts:
       cut: from an array of all tokens to that of these, as in `TokenShare`.
       counts_rows: whether what is counted by row is counted here, likewise.
       scale: by which gradients are multiplied.
+      probes: of whole rows; None: nothing is measured.
     """
-    bound = self._bind(layers, rest)
+    bound = self._bind(layers, rest, probes.by_path if probes else None)
     share = TokenShare(
       self.model,
       bound.normalize(y_RCD),
       bound.output_matrix(),
+      self._output_probe(bound, self.objective.rows(microbatch), cut, probes),
       cut=cut,
       counts_rows=counts_rows,
       form=AT_ONCE,
@@ -157,7 +198,8 @@ class ModelParts:
       base_num_kv_heads=2 * config.base_num_kv_heads,
       base_mlp_dim=2 * config.base_mlp_dim,
     )
-    model = build_model(wider, length, trainable=self.model.trainable, policy=self.model.policy)
+    given, probes = (self.model.trainable, self.model.policy), self.model.probes_kept
+    model = build_model(wider, length, probes, *given)
     return dataclasses.replace(self, model=model)
 
   def in_order(self, batch: Any) -> Any:
@@ -171,8 +213,36 @@ class ModelParts:
     """Returns rows that say where their tokens were read; while parts hand them on they are arrays alone."""
     return rows._replace(places=row_order(self.model, rows))
 
-  def _bind(self, layers: FlatParams, rest: FlatParams) -> LayeredModel:
-    return bind_layered(self.model, merge_layers(layers, rest))
+  def _bind(
+    self, layers: FlatParams, rest: FlatParams, probes: FlatParams | None = None
+  ) -> LayeredModel:
+    parameters = merge_layers(layers, rest)
+    if not self.model.has_probes:
+      return bind_layered(self.model, parameters)
+    # Those that measure nothing are scalars, of layers one for each that is bound.
+    count = len(next(iter(layers.values())))
+    unmeasured = {
+      probed.path: jnp.zeros(count)
+      for probed in self.model.probed()
+      if _is_of_layers(probed.path, probed.num_layers)
+    }
+    return bind_layered(self.model, parameters, unflatten_dict(unmeasured | (probes or {})))
+
+  def _output_probe(
+    self,
+    bound: LayeredModel,
+    rows: Rows,
+    cut: Callable[[jax.Array], jax.Array],
+    probes: LossProbes | None,
+  ) -> jax.Array | TiedProbe | None:
+    if probes is None or not isinstance(bound, MeasuredModel):
+      return None
+    if probes.tied_RTD is None:
+      return bound.output_probe()
+    # The lookup hands it over; nothing else of this one is used.
+    bound.embed(jax.tree.map(cut, rows), None)
+    tied = bound.output_probe()
+    return tied._replace(cross_BTD=probes.tied_RTD) if isinstance(tied, TiedProbe) else tied
 
   def _dropout_keys(self, rows: Rows) -> jax.Array | None:
     if self.dropout_key is None or self.model.config.dropout_rate == 0:
@@ -180,21 +250,15 @@ class ModelParts:
     return sample_keys(self.dropout_key, rows.sample_ids)
 
 
-def used_params(function: Callable[[FlatParams], Any], rest: FlatParams) -> FlatParams:
-  """Returns those of some parameters that the function uses: gradients of the others are zero, not added."""
-  traced = jax.make_jaxpr(function)(rest).jaxpr
-  read = {id(variable) for equation in traced.eqns for variable in equation.invars}
-  given = zip(sorted(rest), traced.invars, strict=True)
-  return {path: rest[path] for path, variable in given if id(variable) in read}
-
-
-def bind_layered(model: Model, parameters: Parameters) -> LayeredModel:
-  """Returns the model with these parameters, to be called part by part.
+def bind_layered(
+  model: Model, parameters: Parameters, probes: Parameters | None = None
+) -> LayeredModel:
+  """Returns the model with these parameters and probes, to be called part by part.
 
   Raises:
     UserError: the model cannot be called in parts.
   """
-  bound = model.bind(parameters)
+  bound = model.bind(parameters, probes)
   if not isinstance(bound, LayeredModel):
     raise UserError(
       f"decoder_block={model.config.decoder_block} cannot be divided over a pipeline's stages: it "
@@ -240,28 +304,6 @@ def _take(leaf: jax.Array, order: np.ndarray) -> jax.Array:
   if isinstance(leaf, Tracer):
     return leaf[order]
   return jax.jit(lambda x: x[order], out_shardings=leaf.sharding)(leaf)
-
-
-def split_tokens(x: jax.Array, shares: int) -> jax.Array:
-  """Divides tokens over the stages: (R, T, …) → (R, shares, C, …), padded with zeros.
-
-  Devices that share rows each divide the tokens that they have.
-  """
-  (R, T, *rest), sharing = x.shape, auto_axis_sizes()["context"]
-  own = x.reshape(R, sharing, T // sharing, *rest)
-  missing = -own.shape[2] % shares
-  padded = jnp.pad(own, [(0, missing) if dim == 2 else (0, 0) for dim in range(own.ndim)])
-  split = padded.reshape(R, sharing, shares, -1, *rest).swapaxes(1, 2)
-  return constrain(
-    split.reshape(R, shares, -1, *rest), ("batch", None, "length", *(None for _ in rest))
-  )
-
-
-def joined_tokens(x: jax.Array, length: int) -> jax.Array:
-  """Returns the inverse of `split_tokens`: (R, shares, C, …) → (R, T, …) of this length."""
-  (R, shares, _, *rest), sharing = x.shape, auto_axis_sizes()["context"]
-  own = x.reshape(R, shares, sharing, -1, *rest).swapaxes(1, 2)
-  return own.reshape(R, sharing, -1, *rest)[:, :, : length // sharing].reshape(R, length, *rest)
 
 
 class StageSums(NamedTuple):

@@ -34,6 +34,12 @@ ROWS, ROW_TOKENS_SQUARED, PROBES = "gns/rows", "gns/row_tokens_squared", "gns/pr
 class Loss(Protocol):
   """The loss of a microbatch; hashable, since a step is compiled for it."""
 
+  @property
+  def compares_parts(self) -> bool:
+    """Whether a dispatch is fed parts for the noise scale to compare, as the halves of groups, which nothing
+    divides any further for that."""
+    ...
+
   def batch_shapes(self, rows: Rows) -> Any:
     """Returns the shapes of what a step is fed, given those of its rows."""
     ...
@@ -94,6 +100,8 @@ class Loss(Protocol):
 @dataclasses.dataclass(frozen=True)
 class TextLoss:
   """Cross entropy, weighted by token: what is fed are rows alone."""
+
+  compares_parts = False
 
   def batch_shapes(self, rows: Rows) -> Rows:
     return rows

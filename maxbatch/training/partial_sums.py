@@ -29,6 +29,8 @@ Tree = TypeVar("Tree")
 Other = TypeVar("Other")
 
 _AXES = (*WEIGHT_AXES, "tensor")
+PARTS: LogicalAxes = ("fsdp_part", "tensor_part")
+"""The logical axes of the dims (F, S)."""
 
 
 def of_rows(x: jax.Array) -> jax.Array:
@@ -103,7 +105,7 @@ def in_one(tree: Tree, of_all: Callable[[jax.Array], jax.Array]) -> Tree:
 
 def joined(tree: Tree) -> Tree:
   """Sums over all parts, in one message: leaves (…, F, S) → (…)."""
-  return in_one(tree, lambda x: constrain(x, (None, "fsdp_part", "tensor_part")).sum((-1, -2)))
+  return in_one(tree, lambda x: constrain(x, (None, *PARTS)).sum((-1, -2)))
 
 
 def joined_sums(sums: Tree, others: Other) -> tuple[Tree, Other]:

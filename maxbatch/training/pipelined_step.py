@@ -8,19 +8,21 @@ compiler. The timetable is an argument, so that any number of accumulation steps
 program.
 """
 
+import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxbatch.core.accumulate import Accumulate, Accumulated, Squares
-from maxbatch.core.terms import Ratio, Sum, over_replicas
-from maxbatch.core.topology import weight_groups
+from maxbatch.core.terms import Ratio, Sum, over_replicas, zeros_of
+from maxbatch.core.terms import joined as joined_sums
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.pipeline_parallel.schedule import BufferLimits
@@ -30,7 +32,6 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   buffer_capacity,
   forward_only_arrays,
 )
-from maxbatch.precision.policy import cast_as_read
 from maxbatch.training.accumulate import group_squares
 from maxbatch.training.expert_load import tokens_of
 from maxbatch.training.metrics import NO_METRICS, Metrics, Quotient
@@ -46,6 +47,8 @@ from maxbatch.training.model_parts import (
   zero_stage_sums,
 )
 from maxbatch.training.objective import LOSS, PROBES, TEXT, Loss, model_sums, noise_stats
+from maxbatch.training.stage_noise import StageSquares, stage_noise
+from maxbatch.training.stage_state import cast_once, row_groups, split_microbatches, split_repeats
 from maxbatch.training.stash import NoStash, StageInput, Stash, make_stash
 from maxbatch.training.state import NOTHING, Measures, Sums
 from maxbatch.training.tick import PipelineStage
@@ -75,16 +78,15 @@ def pipelined_accumulate(
   number of microbatches it takes their timetable. Layers are in the order of the stages.
 
   Args:
-    measures: what is summed up besides. The squares of microbatches are those of replicas, each with all of
-      a dispatch: of a microbatch the stages never have the whole gradient at once.
+    measures: what is summed up besides. The squares are those of the pipeline's microbatches, or where the
+      parts of a dispatch are compared, of these: each then has a timetable of its own.
     scale: float32 scalar by which the gradients, not the loss, are multiplied; None: by nothing.
     capacity: slots of a stage's buffers; None: as many as the pipeline's schedule needs.
     loss: what is minimized.
   """
   parts = ModelParts(model, dropout_key, measures.metrics, loss)
   capacity = capacity or buffer_capacity(pipeline)
-  measures_squares = measures.microbatch_squares
-  local = functools.partial(_local_gradients, parts, pipeline, capacity, measures_squares)
+  local = functools.partial(_local_gradients, parts, pipeline, capacity, measures)
 
   def run(
     params: Parameters,
@@ -98,14 +100,14 @@ def pipelined_accumulate(
     del keys  # They are made of the rows' samples.
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    d_layers, d_rest, sums, own, squares = jax.shard_map(
+    d_layers, d_rest, sums, own, squares, of_probes = jax.shard_map(
       local,
       mesh=mesh,
       in_specs=(
         *(_OVER_STAGE, _TIMETABLE_SPECS, _OVER_DATA),
         *(_PARAMETER_SPECS, _PARAMETER_SPECS, _REPLICATED, _REPLICATED),
       ),
-      out_specs=(*_PARAMETER_SPECS, _REPLICATED, _REPLICATED, _REPLICATED),
+      out_specs=(*_PARAMETER_SPECS, *(_REPLICATED,) * 4),
       axis_names=_MANUAL_AXES,
       check_vma=False,
     )(
@@ -120,9 +122,9 @@ def pipelined_accumulate(
     of_loss, of_model = model_sums(*sums, None), model_sums(*own, None)
     terms = OrderedDict(of_loss[0] | of_model[0])
     stats = of_loss[1] | of_model[1]
-    if measures_squares:
+    if measures.noise(model):
       of_rows = jax.tree.map(lambda x_k: x_k.sum(0), jax.vmap(noise_stats)(loss.rows(rows)))
-      stats |= of_rows | {PROBES: Sum({})}
+      stats |= of_rows | {PROBES: Sum(unflatten_dict(of_probes))}
     return Accumulated(merge_layers(d_layers, d_rest), terms, stats, squares)
 
   return run
@@ -138,7 +140,7 @@ def pipelined_sums(
 ) -> Sums:
   """Returns loss, without dropout and z-loss, weight and metrics, summed over all tokens of any batch
   (B, T) with B divided over the axes that divide batches; the layers are in the order of the stages."""
-  rows_each = rows.inputs.shape[0] // mesh.shape["data"] // _row_groups(mesh.shape)
+  rows_each = rows.inputs.shape[0] // mesh.shape["data"] // row_groups(mesh.shape)
   sizes = eval_microbatches(pipeline, rows_each)
   local = functools.partial(_local_sums, ModelParts(model, None, metrics), pipeline, sizes)
   terms, stats = jax.shard_map(
@@ -227,7 +229,7 @@ def _local_gradients(
   parts: ModelParts,
   pipeline: Pipeline,
   capacity: BufferLimits,
-  measures_squares: bool,
+  measures: Measures,
   stage_index: jax.Array,
   ticks: TimetableArrays,
   rows: Any,
@@ -235,11 +237,11 @@ def _local_gradients(
   zeros: tuple[FlatParams, FlatParams],
   scale: jax.Array | None,
   denominators: Mapping[str, jax.Array] | None,
-) -> tuple[FlatParams, FlatParams, StageSums, StageSums, Squares | None]:
+) -> tuple[FlatParams, FlatParams, StageSums, StageSums, Squares | None, FlatParams]:
   """Runs one stage of one replica, and sums its results over stages and replicas as needed."""
   layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
   microbatch = split_microbatches(parts.in_order(rows), pipeline.num_pipeline_microbatches)
-  layers = _cast_once(parts, layers, rest, microbatch)
+  layers = cast_once(parts, layers, rest, microbatch)
   stash = _make_stash(parts, pipeline, layers, rest, microbatch)
   own, d_terms = zero_stage_sums(parts.model), {}
   if own.terms:
@@ -249,24 +251,83 @@ def _local_gradients(
     d_terms = term_gradients(parts.model, denominators, scale)
   of_step = ticks, stash, capacity, scale, own, d_terms
   stage = PipelineStage(parts, pipeline, stage_index[0], layers, rest, microbatch, *of_step)
-  state = stage.run(split_repeats(zeros[0], pipeline.repeats), zeros[1])
+  if not measures.noise(parts.model):
+    result, _ = _run(stage, zeros)
+    d_layers = lax.psum(result.d_layers, "data")
+    return d_layers, *over_replicas(result.others, ("data", "stage")), None, {}
+  order, of_rows, squares = stage_order(pipeline), {}, None
+  numbers = jnp.asarray(order.reshape(pipeline.stages, -1))[stage_index[0]]
+  if parts.objective.compares_parts:
+    result, of_parts = _by_part(stage, zeros, numbers, jax.tree.leaves(rows)[0].shape[0])
+    of_microbatches = of_parts.of_replicas, of_parts.replica_divisors
+  else:
+    of_microbatches, given = (
+      measures.microbatch_squares,
+      (microbatch(jnp.int32(0)), capacity.inputs),
+    )
+    noise = stage_noise(
+      parts, stage_index[0], layers, rest, *given, of_microbatches=of_microbatches
+    )
+    result, measured = _run(dataclasses.replace(stage, noise=noise), zeros)
+    assert measured is not None
+    result = result._replace(others=over_replicas(result.others, "stage"))
+    of_rows = measured.by_probe(numbers, order.size)
+    of_microbatches = measured.on_replica() if of_microbatches else None
+  if of_microbatches:
+    of_replica = _squares(parts.model, numbers, result)
+    squares = Squares(*of_microbatches, of_replica.of_replicas, of_replica.replica_divisors)
+  others = over_replicas((*result.others, squares, of_rows), "data")
+  return lax.psum(result.d_layers, "data"), *others
+
+
+class _StageResult(NamedTuple):
+  """What a stage sums over a timetable."""
+
+  d_layers: FlatParams
+  others: tuple[FlatParams, StageSums, StageSums]
+  """Gradients of the other parameters, the loss, and what the layers hand out: its share, or all stages'."""
+
+
+def _run(
+  stage: PipelineStage, zeros: tuple[FlatParams, FlatParams]
+) -> tuple[_StageResult, StageSquares | None]:
+  """Runs a timetable."""
+  state = stage.run(split_repeats(zeros[0], stage.pipeline.repeats), zeros[1])
   d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state.d_layers)
-  others, squares = (state.d_rest, state.sums, state.own), None
-  if not measures_squares:
-    return lax.psum(d_layers, "data"), *over_replicas(others, ("data", "stage")), squares
-  others = over_replicas(others, "stage")
-  layers = jnp.asarray(stage_order(pipeline).reshape(pipeline.stages, -1))[stage_index[0]]
-  weight = others[1].terms[LOSS].denominator
-  squares = _replica_squares(parts.model, layers, d_layers, others[0], weight)
-  return lax.psum(d_layers, "data"), *over_replicas((*others, squares), "data")
+  return _StageResult(d_layers, (state.d_rest, state.sums, state.own)), state.squares
 
 
-def _replica_squares(
-  model: Model, layers: jax.Array, d_layers: FlatParams, d_rest: FlatParams, weight: jax.Array
-) -> Squares:
-  """Returns those of this replica, of whose layers this stage has these; norms in parts."""
-  norm = lax.psum(group_squares(model, d_layers, layers), "stage") + group_squares(model, d_rest)
-  weight_squared = jnp.square(weight)
+def _by_part(
+  stage: PipelineStage, zeros: tuple[FlatParams, FlatParams], numbers: jax.Array, num_parts: int
+) -> tuple[_StageResult, Squares]:
+  """Runs the timetable for one part of a dispatch after the other; returns the sums, of all stages, and the
+  squares of the parts."""
+
+  def of_part(part: jax.Array) -> tuple[_StageResult, Squares]:
+    first = part * stage.pipeline.num_pipeline_microbatches
+    one = dataclasses.replace(stage, microbatch=lambda number: stage.microbatch(first + number))
+    new, _ = _run(one, jax.tree.map(jnp.zeros_like, zeros))
+    new = new._replace(others=over_replicas(new.others, "stage"))
+    return new, _squares(stage.parts.model, numbers, new)
+
+  def add(part: jax.Array, total: Any) -> Any:
+    result, squares = joined_sums(total, of_part(part))
+    d_rest, *sums = result.others
+    like_params = stage.layout.constrain_like_params
+    return _StageResult(like_params(result.d_layers), (like_params(d_rest), *sums)), squares
+
+  none = _StageResult(zeros[0], (zeros[1], stage.parts.zero_loss, stage.own))
+  of_none = zeros_of(jax.eval_shape(of_part, jnp.int32(0))[1])
+  return lax.fori_loop(0, num_parts, add, (none, of_none))
+
+
+def _squares(model: Model, numbers: jax.Array, result: _StageResult) -> Squares:
+  """Returns the squares of this replica as one part, of which this stage has layers of these numbers; norms
+  in parts."""
+  d_rest, sums, _ = result.others
+  norm = lax.psum(group_squares(model, result.d_layers, numbers), "stage")
+  norm += group_squares(model, d_rest)
+  weight_squared = jnp.square(sums.terms[LOSS].denominator)
   return Squares(norm, weight_squared, norm, weight_squared)
 
 
@@ -307,7 +368,7 @@ def _local_tokens(
 
 def _pad_rows(rows: Rows, sizes: EvalMicrobatches) -> Rows:
   """Pads the rows of every group of devices with zeros: (B, …) → (1, B', …)."""
-  groups = _row_groups(jax.sharding.get_abstract_mesh().shape)
+  groups = row_groups(jax.sharding.get_abstract_mesh().shape)
 
   def pad(x: jax.Array) -> jax.Array:
     by_group = x.reshape(groups, -1, *x.shape[1:])
@@ -316,33 +377,6 @@ def _pad_rows(rows: Rows, sizes: EvalMicrobatches) -> Rows:
     return (jnp.pad(by_group, ends) if missing else by_group).reshape(1, -1, *x.shape[1:])
 
   return jax.tree.map(pad, rows)
-
-
-def _row_groups(sizes: Mapping[str, int]) -> int:
-  """Returns the groups of a replica's devices that have rows of their own."""
-  return weight_groups(sizes) // sizes.get("context", 1)
-
-
-def _cast_once(
-  parts: ModelParts,
-  layers: FlatParams,
-  rest: FlatParams,
-  microbatch: Callable[[jax.Array], Any],
-) -> FlatParams:
-  """Returns the layers' parameters in the formats in which layers compute with them: cast once in a step,
-  not in every pass of every microbatch."""
-  one = {
-    path: jax.ShapeDtypeStruct((1, *leaf.shape[2:]), leaf.dtype) for path, leaf in layers.items()
-  }
-
-  def layer(one: FlatParams) -> Any:
-    rows, first = parts.objective.rows(microbatch(jnp.int32(0))), jnp.int32(0)
-    return parts.apply_layers(one, rest, parts.embed(layers, rest, rows), rows, first)
-
-  read = cast_as_read(layer, one, layers)
-  is_cast = any(leaf is not layers[path] for path, leaf in read.items())
-  # Without the barrier the compiler casts in every pass after all, to hold no copy.
-  return lax.optimization_barrier(read) if is_cast else layers
 
 
 def _make_stash(
@@ -359,31 +393,3 @@ def _make_stash(
     return StageInput(layers, first, parts.embed(layers, rest, rows), rows, first)
 
   return make_stash(pipeline.stash, parts, rest, jax.eval_shape(stage_input))
-
-
-def split_repeats(layers: FlatParams, repeats: int) -> FlatParams:
-  """Splits the layers of a stage by repeat: (repeats · layers, …) → (repeats, layers, …)."""
-  return {path: leaf.reshape(repeats, -1, *leaf.shape[1:]) for path, leaf in layers.items()}
-
-
-def split_microbatches(batch: Any, num_pipeline_microbatches: int) -> Callable[[jax.Array], Any]:
-  """Returns a function from the number of a pipeline microbatch to its part of what a step is fed (k, B, …).
-
-  The first `num_pipeline_microbatches` numbers are those of the first accumulation step. Each takes
-  rows from every group of devices that has its own, so that no row moves between devices.
-  """
-  groups = _row_groups(jax.sharding.get_abstract_mesh().shape)
-
-  def split(x: jax.Array) -> jax.Array:
-    return x.reshape(x.shape[0], groups, num_pipeline_microbatches, -1, *x.shape[2:])
-
-  accumulation_steps = jax.tree.map(split, batch)
-
-  def microbatch(number: jax.Array) -> Any:
-    def select(x: Any) -> jax.Array:
-      accumulation_step, index = jnp.divmod(number, x.shape[2])
-      return x[accumulation_step, :, index].reshape(-1, *x.shape[4:])
-
-    return jax.tree.map(select, accumulation_steps)
-
-  return microbatch

@@ -21,7 +21,7 @@ a kernel, has a dim of the devices, which is found by computing the shapes witho
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from maxbatch.core.topology import weight_groups
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LogicalAxes, auto_axis_sizes, local_shape
 from maxbatch.models.layers import Outputs, over_layers
-from maxbatch.training.model_parts import FlatParams, ModelParts, split_layers, trained
+from maxbatch.training.model_parts import FlatParams, ModelParts, split_layers, trained, zero_probes
 
 
 class StageInput(NamedTuple):
@@ -84,26 +84,36 @@ class OutputGradients(NamedTuple):
   """Of the layers' own terms, float32 scalars."""
 
 
-class Gradients(Protocol):
+Totals = TypeVar("Totals")
+
+
+class Gradients(Protocol[Totals]):
   """Adds the gradients of one layer of a stage to sums."""
 
-  def __call__(self, totals: FlatParams, layer: jax.Array, new: FlatParams) -> FlatParams:
-    """Returns the sums, with gradients of the stage's layer of this number, without a dim of layers."""
+  def __call__(
+    self, totals: Totals, layer: jax.Array, new: FlatParams, of_rows: FlatParams
+  ) -> Totals:
+    """Returns the sums, with gradients of the stage's layer of this number and with its rows' squares, (R, S)
+    for each probe, without a dim of layers."""
     ...
 
 
 def layer_vjp(
   parts: ModelParts, rest: FlatParams, layer_input: LayerInput
-) -> tuple[Outputs, Callable[[OutputGradients], tuple[FlatParams, jax.Array]]]:
-  """Returns one layer's outputs, and the vjp to gradients of trained parameters and input."""
+) -> tuple[Outputs, Callable[[OutputGradients], tuple[FlatParams, jax.Array, FlatParams]]]:
+  """Returns one layer's outputs, and the vjp to gradients of trained parameters, input and probes."""
   parameters, x_RTD, rows, number = layer_input
+  probes, _ = zero_probes(parts.model, len(x_RTD))
 
-  def apply(trains: FlatParams, x_RTD: jax.Array) -> tuple[OutputGradients, Outputs]:
-    outputs = parts.apply_layers(parameters | trains, rest, x_RTD, rows, number)
+  def apply(
+    trains: FlatParams, x_RTD: jax.Array, probes: FlatParams
+  ) -> tuple[OutputGradients, Outputs]:
+    outputs = parts.apply_layers(parameters | trains, rest, x_RTD, rows, number, probes)
     numerators = {name: term.numerator for name, term in (outputs.terms or {}).items()}
     return OutputGradients(outputs.hidden_BTD, numerators), outputs
 
-  _, vjp_fn, outputs = jax.vjp(apply, trained(parts.model, parameters), x_RTD, has_aux=True)
+  trains = trained(parts.model, parameters)
+  _, vjp_fn, outputs = jax.vjp(apply, trains, x_RTD, probes, has_aux=True)
   return outputs, vjp_fn
 
 
@@ -242,9 +252,9 @@ class Stash:
     stage_input: StageInput,
     arrays: Arrays,
     gradients: OutputGradients,
-    totals: FlatParams,
-    add: Gradients,
-  ) -> tuple[FlatParams, jax.Array]:
+    totals: Totals,
+    add: Gradients[Totals],
+  ) -> tuple[Totals, jax.Array]:
     """Runs the layers' vjps, from the last layer to the first.
 
     Returns the sums, with the gradients of all layers added, and the gradient of the input.
@@ -253,16 +263,16 @@ class Stash:
       _, arrays = self._forward(stage_input)
 
     def layer(
-      carry: tuple[jax.Array, FlatParams], item: tuple[jax.Array, Arrays]
-    ) -> tuple[tuple[jax.Array, FlatParams], None]:
+      carry: tuple[jax.Array, Totals], item: tuple[jax.Array, Arrays]
+    ) -> tuple[tuple[jax.Array, Totals], None]:
       (d_y_RTD, totals), (index, (x_RTD, *saved)) = carry, item
       given = jax.tree.leaves(_layer_input(stage_input, index, x_RTD))
       recomputed = iter(self.recompute_fn(*given))
       leaves = [next(recomputed) if at is None else saved[at] for at in self.residual_indices]
       vjp_fn = jax.tree.unflatten(self.vjp_fn, leaves)
-      new, d_x_RTD = vjp_fn(gradients._replace(y_RTD=d_y_RTD))
-      new = {path: leaf.squeeze(0) for path, leaf in new.items()}
-      return (d_x_RTD, add(totals, index, new)), None
+      new, d_x_RTD, of_rows = vjp_fn(gradients._replace(y_RTD=d_y_RTD))
+      new, of_rows = jax.tree.map(lambda leaf: leaf.squeeze(0), (new, of_rows))
+      return (d_x_RTD, add(totals, index, new, of_rows)), None
 
     carry, items = (gradients.y_RTD, totals), (_indices(stage_input), arrays)
     (d_x_RTD, totals), _ = lax.scan(layer, carry, items, reverse=True, unroll=self.unroll)

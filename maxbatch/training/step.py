@@ -261,7 +261,8 @@ def update(
   if trainer.streamed:
     denominators = microbatches
     parts = trainer.loss.rows(rows).inputs.shape[0]
-    count = parts if trainer.pipeline is None else step_arrays(trainer.pipeline, parts)
+    in_timetable = 1 if trainer.loss.compares_parts else parts
+    count = parts if trainer.pipeline is None else step_arrays(trainer.pipeline, in_timetable)
   step = train_step(
     accumulate,
     trainer.optimizer,
@@ -317,9 +318,9 @@ def _accumulate(trainer: Trainer, state: TrainState) -> Accumulate:
 def _reduce(trainer: Trainer, sums: Sums, gradients: Parameters) -> tuple[Sums, Any]:
   """Returns sums that were in parts, and for every probe the square of what it measures, so far, with
   those of groups."""
-  squares, groups = probe_squares(trainer.model, gradients), None
+  layers = None if trainer.pipeline is None else stage_order(trainer.pipeline)
+  squares, groups = probe_squares(trainer.model, gradients, layers), None
   if sums.squares is not None and num_groups(trainer.model):
-    layers = None if trainer.pipeline is None else stage_order(trainer.pipeline)
     groups = group_squares(trainer.model, flat_gradients(gradients), layers)
   return partial_sums.joined_sums(sums, (squares, groups))
 

@@ -13,7 +13,7 @@ An evaluation has no backwards, and no buffers for them: its timetable uses an i
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from jax import lax
 
 from maxbatch.core.terms import joined
 from maxbatch.data.rows import Rows
-from maxbatch.hardware.sharding import constrain
 from maxbatch.pipeline_parallel.schedule import BufferLimits
 from maxbatch.pipeline_parallel.sizes import Pipeline, scope_name
 from maxbatch.pipeline_parallel.timetable_arrays import (
@@ -33,56 +32,32 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
 from maxbatch.training.model_parts import (
   NO_SUMS,
   FlatParams,
+  LossProbes,
   ModelParts,
   StageSums,
-  joined_tokens,
-  split_tokens,
   stage_sums,
   trained,
-  used_params,
 )
 from maxbatch.training.objective import LOSS
+from maxbatch.training.stage_noise import FromLoss, LossSquares, StageNoise, used_params
+from maxbatch.training.stage_state import (
+  Buffers,
+  ForwardResult,
+  StageLayout,
+  StageState,
+  Totals,
+  add_at,
+  added,
+  blank,
+  blank_like,
+  joined_rows,
+  joined_tokens,
+  mask,
+  split_rows,
+  split_tokens,
+  write,
+)
 from maxbatch.training.stash import Arrays, NoStash, OutputGradients, StageInput, Stash
-
-
-class Buffers(NamedTuple):
-  """What a stage keeps for its backwards."""
-
-  inputs: jax.Array
-  """[slots, R, T, D]: inputs until their backward."""
-  gradients: jax.Array
-  """[slots, R, T, D]: gradients of outputs until their backward."""
-  residuals: Arrays
-  """[slots, …]: residuals of a forward until its backward, in the same slot as its input."""
-
-
-class StageState(NamedTuple):
-  """The state of a stage between ticks."""
-
-  buffers: Buffers | None
-  """None in an evaluation."""
-  outgoing: tuple[jax.Array, ...]
-  """Output and, in training, input gradient of the previous tick, (R, T, D) each, still to be sent."""
-  received: tuple[jax.Array, ...]
-  """With delayed forwarding, what the neighbours sent in the previous tick; else empty."""
-  d_layers: FlatParams
-  """float32 sums of the gradients of this stage's layers that train: (repeats, layers, …)."""
-  d_rest: FlatParams
-  """float32 sums of this stage's share of the gradients of all other parameters that train."""
-  sums: StageSums
-  """This stage's share of the loss."""
-  own: StageSums
-  """What its layers hand out."""
-
-
-class ForwardResult(NamedTuple):
-  """The input and output of a stage's layers, the residuals to stash, and what the layers hand out."""
-
-  x_RTD: Any
-  """None in an evaluation, which keeps nothing for a backward."""
-  y_RTD: jax.Array
-  residuals: Arrays
-  own: StageSums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +77,7 @@ class PipelineStage:
     scale: by which gradients are multiplied, a float32 scalar; None: by nothing.
     own: zeros of what the layers hand out; empty where that is not summed.
     term_gradients: the objective's gradient by the numerators of their terms.
+    noise: what squares the gradients of microbatches; None: nothing does.
   """
 
   parts: ModelParts
@@ -116,26 +92,34 @@ class PipelineStage:
   scale: jax.Array | None = None
   own: StageSums = NO_SUMS
   term_gradients: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+  noise: StageNoise | None = None
+
+  @property
+  def layout(self) -> StageLayout:
+    """How the stage's devices divide what is computed."""
+    return StageLayout(self.parts.model, self.stash.residuals)
 
   def run(self, zero_layers: FlatParams, zero_rest: FlatParams) -> StageState:
     """Runs all ticks; the arguments are zeros in which the gradients are summed, if there are any."""
     like, slots = jax.eval_shape(lambda: self._embed(jnp.int32(0))), self.capacity
-    blank_RTD, buffers = _blank(like.shape, like.dtype), None
+    chunks = self.pipeline.repeats, self.pipeline.layers
+    blank_RTD, buffers = blank(like.shape, like.dtype), None
     if slots:
       buffers = Buffers(
-        _blank((slots.inputs + 1, *like.shape), like.dtype),
-        _blank((slots.gradients + 1, *like.shape), like.dtype),
-        self._blank_residuals(slots.inputs + 1),
+        blank((slots.inputs + 1, *like.shape), like.dtype),
+        blank((slots.gradients + 1, *like.shape), like.dtype),
+        self.layout.blank_residuals(slots.inputs + 1),
       )
     outgoing = (blank_RTD, blank_RTD) if slots else (blank_RTD,)
     state = StageState(
       buffers=buffers,
       outgoing=outgoing,
       received=outgoing if self.pipeline.forwarding_delay > 1 else (),
-      d_layers=self._constrain_like_params(zero_layers),
-      d_rest=self._constrain_like_params(zero_rest),
+      d_layers=self.layout.constrain_like_params(zero_layers),
+      d_rest=self.layout.constrain_like_params(zero_rest),
       sums=self.parts.zero_loss,
       own=self.own,
+      squares=self.noise.zeros(like, chunks) if self.noise else None,
     )
     return lax.fori_loop(0, self.ticks.num_ticks, self._tick, state)
 
@@ -147,7 +131,7 @@ class PipelineStage:
       "forward",
       all_stages.forward,
       lambda: self._forward(row.forward, all_stages.embedding, waiting_RTD),
-      lambda: self._no_forward(_blank_like(waiting_RTD)),
+      lambda: self._no_forward(blank_like(waiting_RTD)),
     )
     state = state._replace(own=state.own.add(own, row.forward.is_active))
     state, d_y_RTD = self._add_loss(all_stages, y_RTD, state)
@@ -157,9 +141,9 @@ class PipelineStage:
     # through a branch.
     buffers, slot = state.buffers, row.forward.slot
     buffers = Buffers(
-      _write(buffers.inputs, slot, x_RTD),
-      _write(buffers.gradients, row.loss_slot, d_y_RTD),
-      jax.tree.map(lambda to, x: _write(to, slot, x), buffers.residuals, residuals),
+      write(buffers.inputs, slot, x_RTD),
+      write(buffers.gradients, row.loss_slot, d_y_RTD),
+      jax.tree.map(lambda to, x: write(to, slot, x), buffers.residuals, residuals),
     )
     state, d_x_RTD = self._add_backward(row, all_stages, buffers, state)
     return state._replace(buffers=buffers, outgoing=(y_RTD, d_x_RTD))
@@ -181,8 +165,8 @@ class PipelineStage:
     if state.buffers is None:
       return state, arrived[0]
     inputs, gradients, residuals = state.buffers
-    inputs = _write(inputs, row.input_arrival_slot, arrived[0])
-    gradients = _write(gradients, row.gradient_arrival_slot, arrived[1])
+    inputs = write(inputs, row.input_arrival_slot, arrived[0])
+    gradients = write(gradients, row.gradient_arrival_slot, arrived[1])
     state = state._replace(buffers=Buffers(inputs, gradients, residuals))
     return state, inputs[row.forward.slot]
 
@@ -194,7 +178,7 @@ class PipelineStage:
       "embedding",
       embedding,
       lambda: self._embed(entry.microbatch),
-      lambda: _blank_like(waiting_RTD),
+      lambda: blank_like(waiting_RTD),
     )
     x_RTD = jnp.where(self._is_first(entry), embedded_RTD, waiting_RTD)
     outputs, residuals = self.stash.forward(self._stage_input(entry, x_RTD))
@@ -202,38 +186,66 @@ class PipelineStage:
     return ForwardResult(x_RTD if self.capacity else None, outputs.hidden_BTD, residuals, own)
 
   def _no_forward(self, x_RTD: jax.Array) -> ForwardResult:
-    return ForwardResult(x_RTD if self.capacity else None, x_RTD, self._blank_residuals(), self.own)
+    kept_RTD = x_RTD if self.capacity else None
+    return ForwardResult(kept_RTD, x_RTD, self.layout.blank_residuals(), self.own)
 
   def _add_loss(
     self, all_stages: TickArrays, y_RTD: jax.Array, state: StageState
   ) -> tuple[StageState, Any]:
     """Adds the loss of the last stage's output, if this tick has one; returns its gradient, if the
     timetable has backwards."""
-    d_rest, sums, d_y_RTD = self._cond(
+    squares, noise, microbatch = state.squares, self.noise, all_stages.loss_microbatch
+    d_rest, sums, d_y_RTD, new = self._cond(
       "loss",
       all_stages.loss,
-      lambda: self._loss(all_stages.loss_microbatch, y_RTD, state.d_rest, state.sums),
-      lambda: (state.d_rest, state.sums, _blank_like(y_RTD) if self.capacity else None),
+      lambda: self._loss(microbatch, y_RTD, state),
+      lambda: (
+        *(state.d_rest, state.sums, blank_like(y_RTD) if self.capacity else None),
+        noise.no_loss(squares, y_RTD) if noise and squares else None,
+      ),
     )
-    return state._replace(d_rest=d_rest, sums=sums), d_y_RTD
+    if noise and squares:
+      squares = noise.store(squares, new, all_stages.loss, microbatch)
+    return state._replace(d_rest=d_rest, sums=sums, squares=squares), d_y_RTD
 
   def _loss(
-    self, microbatch: jax.Array, y_RTD: jax.Array, d_rest: FlatParams, sums: StageSums
-  ) -> tuple[FlatParams, StageSums, jax.Array | None]:
-    """Returns loss and gradient of the last stage's output; each stage computes some tokens."""
-    y_RCD, cut = self._token_share(y_RTD)
+    self, microbatch: jax.Array, y_RTD: jax.Array, state: StageState
+  ) -> tuple[FlatParams, StageSums, jax.Array | None, LossSquares | None]:
+    """Returns loss and gradient of the last stage's output; each stage computes some tokens, or some rows
+    where these are measured."""
+    d_rest, sums, squares, noise = state.d_rest, state.sums, None, self.noise
+    by_row = noise is not None and noise.of_rows
+    y_RCD, cut = self._row_share(y_RTD) if by_row else self._token_share(y_RTD)
     given = self.microbatch(microbatch), cut, self.index == 0, self.scale
 
-    def loss(used: FlatParams, y_RCD: jax.Array) -> tuple[jax.Array, StageSums]:
-      result = self.parts.loss(self.layers, self.rest | used, y_RCD, *given)
+    def loss(
+      used: FlatParams, y_RCD: jax.Array, probes: LossProbes | None
+    ) -> tuple[jax.Array, StageSums]:
+      result = self.parts.loss(self.layers, self.rest | used, y_RCD, *given, probes)
       return result.terms[LOSS].numerator, result
 
     if self.capacity is None:
-      return d_rest, joined(sums, loss({}, y_RCD)[1]), None
-    used = used_params(lambda rest: loss(rest, y_RCD)[0], trained(self.parts.model, self.rest))
-    (_, result), (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(used, y_RCD)
-    d_y_RTD = joined_tokens(lax.all_gather(d_y_RCD, "stage", axis=1), y_RTD.shape[1])
-    return self._add_gradients(d_rest, new), joined(sums, result), d_y_RTD
+      return d_rest, joined(sums, loss({}, y_RCD, None)[1]), None, None
+    trains, probes = (
+      trained(self.parts.model, self.rest),
+      noise.loss_probes(y_RCD) if noise else None,
+    )
+    used = used_params(lambda rest: loss(rest, y_RCD, None)[0], trains)
+    gradient = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+    (_, result), (new, d_y_RCD, measured) = gradient(used, y_RCD, probes)
+
+    def whole(x_RCD: jax.Array) -> jax.Array:
+      if by_row:
+        return joined_rows(lax.all_gather(x_RCD, "stage"), len(y_RTD))
+      return joined_tokens(lax.all_gather(x_RCD, "stage", axis=1), y_RTD.shape[1])
+
+    d_y_RTD, new = whole(d_y_RCD), self._summands(new)
+    if noise and state.squares:
+      of_rows, at_tokens = measured or LossProbes({}, None)
+      divisor, rows = result.terms[LOSS].denominator, self._rows(microbatch)
+      at_tokens = None if at_tokens is None else whole(at_tokens)
+      squares = noise.add_loss(state.squares, new, divisor, rows, (of_rows, at_tokens))
+    return added(d_rest, new), joined(sums, result), d_y_RTD, squares
 
   def _token_share(self, y_RTD: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Returns this stage's tokens of the last stage's output, and what takes them of other arrays."""
@@ -243,6 +255,12 @@ class PipelineStage:
     shares_RSCD = lax.all_to_all(split(y_RTD), "stage", split_axis=1, concat_axis=1)
     return shares_RSCD[:, -1], lambda x_RT: split(x_RT)[:, self.index]
 
+  def _row_share(self, y_RTD: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Returns this stage's rows of the last stage's output, likewise."""
+    split = functools.partial(split_rows, shares=self.pipeline.stages)
+    shares_SRTD = lax.all_to_all(split(y_RTD), "stage", split_axis=0, concat_axis=0)
+    return shares_SRTD[-1], lambda x: split(x)[self.index]
+
   def _add_backward(
     self, row: StageArrays, all_stages: TickArrays, buffers: Buffers, state: StageState
   ) -> tuple[StageState, jax.Array]:
@@ -250,23 +268,30 @@ class PipelineStage:
 
     Returns the state and the gradient of the layers' input.
     """
-    entry = row.backward
+    entry, squares = row.backward, state.squares
     x_RTD = buffers.inputs[entry.slot]
     residuals = tuple(buffer[entry.slot] for buffer in buffers.residuals)
     d_y_RTD = buffers.gradients[row.gradient_slot]
-    d_layers, d_x_RTD = self._cond(
+    of_layers = squares.of_layers if squares else None
+    (d_layers, of_layers), d_x_RTD = self._cond(
       "backward",
       all_stages.backward,
-      lambda: self._backward(entry, x_RTD, residuals, d_y_RTD, state.d_layers),
-      lambda: (state.d_layers, _blank_like(x_RTD)),
+      lambda: self._backward(entry, x_RTD, residuals, d_y_RTD, (state.d_layers, of_layers)),
+      lambda: ((state.d_layers, of_layers), blank_like(x_RTD)),
     )
-    d_rest = self._cond(
+    noise, of_loss = self.noise, FromLoss(None, None)
+    if noise and squares:
+      of_loss = noise.from_loss(squares, entry.microbatch)
+    of_rest = squares.of_rest if squares else None
+    d_rest, of_rest = self._cond(
       "embedding_backward",
       all_stages.embedding_backward,
-      lambda: self._embedding_backward(entry, d_x_RTD, state.d_rest),
-      lambda: state.d_rest,
+      lambda: self._embedding_backward(entry, d_x_RTD, of_loss, (state.d_rest, of_rest)),
+      lambda: (state.d_rest, of_rest),
     )
-    return state._replace(d_layers=d_layers, d_rest=d_rest), d_x_RTD
+    if squares:
+      squares = squares._replace(of_layers=of_layers, of_rest=of_rest)
+    return state._replace(d_layers=d_layers, d_rest=d_rest, squares=squares), d_x_RTD
 
   def _backward(
     self,
@@ -274,34 +299,47 @@ class PipelineStage:
     x_RTD: jax.Array,
     residuals: Arrays,
     d_y_RTD: jax.Array,
-    d_layers: FlatParams,
-  ) -> tuple[FlatParams, jax.Array]:
+    totals: Totals,
+  ) -> tuple[Totals, jax.Array]:
     """Adds the gradients of this stage's layers; returns them and that of their input."""
     summand = self.parts.model.policy.summand
 
-    def add(totals: FlatParams, layer: jax.Array, new: FlatParams) -> FlatParams:
+    def add(totals: Totals, layer: jax.Array, new: FlatParams, of_rows: FlatParams) -> Totals:
       # As in accumulate.py: keeps reductions over fsdp inside the loop.
       new, at = lax.optimization_barrier(new), (entry.repeat, layer)
-      masked = {path: _mask(entry.is_active, summand(g)) for path, g in new.items()}
-      sums = {path: _add_at(total, at, masked[path]) for path, total in totals.items()}
-      return self._constrain_like_params(sums)
+      masked = {path: mask(entry.is_active, summand(g)) for path, g in new.items()}
+      sums, squares = totals
+      sums = {path: add_at(total, at, masked[path]) for path, total in sums.items()}
+      if self.noise and squares:
+        of_rows = {path: mask(entry.is_active, x) for path, x in of_rows.items()}
+        number = self._first_layer(entry) + layer
+        squares = self.noise.add_layer(squares, masked, of_rows, at, number)
+      return self.layout.constrain((sums, squares))
 
     gradients = OutputGradients(d_y_RTD, self.term_gradients)
     given = self._stage_input(entry, x_RTD), residuals, gradients
-    return cast(Stash, self.stash).backward(*given, d_layers, add)
+    return cast(Stash, self.stash).backward(*given, totals, add)
 
   def _embedding_backward(
-    self, entry: PassArrays, d_x_RTD: jax.Array, d_rest: FlatParams
-  ) -> FlatParams:
+    self, entry: PassArrays, d_x_RTD: jax.Array, of_loss: FromLoss, totals: Totals
+  ) -> Totals:
     """Returns the backward of the embedding, added on the first stage in the first repeat."""
     rows = self._rows(entry.microbatch)
 
     def embed(used: FlatParams) -> jax.Array:
       return self.parts.embed(self.layers, self.rest | used, rows)
 
-    _, vjp_fn = jax.vjp(embed, used_params(embed, trained(self.parts.model, self.rest)))
-    begins = entry.is_active & self._is_first(entry)
-    return self._add_gradients(d_rest, vjp_fn(_mask(begins, d_x_RTD))[0])
+    used, noise = used_params(embed, trained(self.parts.model, self.rest)), self.noise
+    d_rest, squares = totals
+    if not (noise and squares):
+      _, vjp_fn = jax.vjp(embed, used)
+      begins = entry.is_active & self._is_first(entry)
+      return added(d_rest, self._summands(vjp_fn(mask(begins, d_x_RTD))[0])), None
+    vjp_fn, begins = noise.embedding_vjp(used, rows), entry.is_active & self._is_first(entry)
+    d_x_RTD, of_loss = jax.tree.map(lambda x: mask(begins, x), (d_x_RTD, of_loss))
+    new, of_rows = vjp_fn(d_x_RTD, of_loss)
+    new = self._summands(new)
+    return added(d_rest, new), noise.add_embedding(squares, new, of_rows, d_x_RTD, of_loss)
 
   def _is_first(self, entry: PassArrays) -> jax.Array:
     return (self.index == 0) & (entry.repeat == 0)
@@ -314,16 +352,18 @@ class PipelineStage:
 
   def _stage_input(self, entry: PassArrays, x_RTD: jax.Array) -> StageInput:
     """Returns the input of this stage's layers in this forward or backward."""
-    first = (entry.repeat * self.pipeline.stages + self.index) * self.pipeline.layers
-    first += self.parts.num_first_layers
+    first = self._first_layer(entry) + self.parts.num_first_layers
     rows = self._rows(entry.microbatch)
     return StageInput(self.layers, entry.repeat, x_RTD, rows, first)
 
-  def _add_gradients(self, totals: FlatParams, new: FlatParams) -> FlatParams:
-    """Adds gradients of some of the parameters to the sums."""
+  def _first_layer(self, entry: PassArrays) -> jax.Array:
+    """Returns the number of the first of this stage's layers, among those that stages divide."""
+    return (entry.repeat * self.pipeline.stages + self.index) * self.pipeline.layers
+
+  def _summands(self, new: FlatParams) -> FlatParams:
+    """Returns what gradients of some of the parameters add to the sums."""
     new = lax.optimization_barrier(new)
-    summand = self.parts.model.policy.summand
-    return totals | {path: totals[path] + summand(g) for path, g in new.items()}
+    return {path: self.parts.model.policy.summand(g) for path, g in new.items()}
 
   def _cond(
     self,
@@ -338,63 +378,7 @@ class PipelineStage:
     """
     with jax.named_scope(scope_name(operation)):
       return lax.cond(
-        condition, lambda: self._constrain(compute()), lambda: self._constrain(otherwise())
+        condition,
+        lambda: self.layout.constrain(compute()),
+        lambda: self.layout.constrain(otherwise()),
       )
-
-  def _constrain(self, result: Any) -> Any:
-    """Constrains the sharding of gradients of parameters, activations (R, T, D) and scalars."""
-    if result is None:
-      return None
-    if isinstance(result, dict):
-      return self._constrain_like_params(result)
-    if isinstance(result, ForwardResult):
-      x_RTD, y_RTD, own = (self._constrain(x) for x in (result.x_RTD, result.y_RTD, result.own))
-      return ForwardResult(x_RTD, y_RTD, self._constrain_residuals(result.residuals), own)
-    if isinstance(result, StageSums):
-      return jax.tree.map(lambda x: constrain(x, (None,) * x.ndim), result)
-    if isinstance(result, tuple):
-      return tuple(self._constrain(each) for each in result)
-    return constrain(result, ("batch", "length", "activation_embed") if result.ndim else ())
-
-  def _blank_residuals(self, *slots: int) -> Arrays:
-    """Returns zeros for one microbatch's residuals, or buffers with a slot dimension in front."""
-    blanks = [_blank((*slots, *like.shape), like.dtype) for like in self.stash.residuals]
-    return self._constrain_residuals(tuple(blanks))
-
-  def _constrain_residuals(self, residuals: Arrays) -> Arrays:
-    """Divides residuals over fsdp and tensor, with or without a slot dimension in front."""
-    each = zip(residuals, self.stash.residuals, strict=True)
-    return tuple(constrain(x, (None,) * (x.ndim - len(like.axes)) + like.axes) for x, like in each)
-
-  def _constrain_like_params(self, gradients: FlatParams) -> FlatParams:
-    """Divides gradients as the parameters are; those of layers have a repeat dim in front."""
-    axes = self.parts.model.axes()
-    return {
-      path: constrain(leaf, (None,) * (leaf.ndim - len(axes[path])) + axes[path])
-      for path, leaf in gradients.items()
-    }
-
-
-def _blank(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-  """Returns an array whose values are never used, or only after they are written."""
-  return jnp.zeros(shape, dtype)
-
-
-def _blank_like(x_RTD: jax.Array) -> jax.Array:
-  return _blank(x_RTD.shape, x_RTD.dtype)
-
-
-def _mask(condition: jax.Array, value: jax.Array) -> jax.Array:
-  """Returns the value, or zeros on an idle stage, even where it computed NaN."""
-  return jnp.where(condition, value, jnp.zeros_like(value))
-
-
-def _add_at(total: jax.Array, place: tuple[jax.Array, jax.Array], value: jax.Array) -> jax.Array:
-  """Returns total.at[place].add(value), as reads and writes of slices: no scatter."""
-  starts, new = (*place, *(0,) * value.ndim), value[None, None].astype(total.dtype)
-  return lax.dynamic_update_slice(total, lax.dynamic_slice(total, starts, new.shape) + new, starts)
-
-
-def _write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
-  """Writes to a slot that there is: .at[slot].set also reads it, in case there is none."""
-  return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), slot, 0)
