@@ -74,7 +74,7 @@ def test_rotations_are_the_same_to_the_bit_of_their_dtype(in_both, dtype):
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"data": 2, "fsdp": 2, "context": 2}])
 def test_tokens_are_looked_up_by_columns_as_they_are_in_the_whole_table(in_both, sizes):
   axes, random = ("vocab", "embed"), np.random.default_rng(0)
-  table_VD, d_BTD = random.normal(size=(24, 512)), random.normal(size=(8, 4, 512))
+  table_VD, d_BTD = random.normal(size=(24, 2048)), random.normal(size=(8, 4, 2048))
   ids_BT = random.integers(0, 3, (8, 4)) * 7  # Some often, most never.
 
   def differentiated(table_VD, ids_BT, d_BTD):
@@ -88,7 +88,7 @@ def test_tokens_are_looked_up_by_columns_as_they_are_in_the_whole_table(in_both,
     arrays = jnp.float32(table_VD), jnp.asarray(ids_BT), jnp.float32(d_BTD)
     whole, by_columns = in_both("tpu", differentiated, *arrays)
     text = jax.jit(differentiated).lower(*arrays).as_text()
-    narrow = arrays[0][:, :256], arrays[1], arrays[2][..., :256]
+    narrow = arrays[0][:, :1024], arrays[1], arrays[2][..., :1024]
     text_of_narrow = jax.jit(differentiated).lower(*narrow).as_text()
   assert "all_to_all" in text
   assert "all_to_all" not in text_of_narrow

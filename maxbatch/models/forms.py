@@ -23,8 +23,8 @@ from maxbatch.precision.policy import Policy
 
 _GELU = math.sqrt(2 / math.pi), 0.044715
 _TOKENS = ("batch", "length", "vocab")
-_TILE_WIDTH = 128
-"""Of arrays in a TPU's memory."""
+_LEAST_COLUMNS = 512
+"""Of a table, for a device to look up its own: 2 KB of a row in float32."""
 
 
 def is_for_tpu() -> bool:
@@ -198,10 +198,10 @@ def embedded(
 ) -> jax.Array:
   """Returns rows of a table in the format of the computation, (V, D) and int32[B, T] → (B, T, D).
 
-  On TPU a device looks up its columns of all tokens: the table is not gathered. Not where they fill less than
-  a tile, to whose width every row of all devices' tokens would be padded.
+  On TPU a device looks up its columns of all tokens: the table is not gathered. Not where they are few: many
+  short rows may take longer than one gather, and the compiler has no estimate of them.
   """
-  is_wide = local_shape(axes, table_VD.shape)[1] >= _TILE_WIDTH
+  is_wide = local_shape(axes, table_VD.shape)[1] >= _LEAST_COLUMNS
   if not (is_for_tpu() and is_wide and has_columns(axes, table_VD.shape)):
     return over_rows(taken, policy.cast(table_VD), axes, ids_BT)
   return by_columns(
