@@ -4,9 +4,9 @@ python scripts/compare_recovery.py FOLDER [--peer PYTHON] [--kills 2]
 
 Four processes of this machine train the default job's model, with a batch of 16 and a checkpoint every 20
 steps. Between two checkpoints one is killed. Lost are the seconds from then until a step is recorded that had
-not been, less that step; beside them stand the seconds of all processors meanwhile. PYTHON is one of an environment with MaxText 0.2.5. Its run is started again the moment
-in which the process is killed, with its compilation cache; nobody has to notice anything. Its rows are random
-numbers; ours are read.
+not been, less that step; beside them stand the seconds of all processors meanwhile. PYTHON is one of an
+environment with MaxText 0.2.5. Its run is started again the moment in which the process is killed, with its
+compilation cache; nobody has to notice anything. Its rows are random numbers; ours are read.
 """
 
 import argparse

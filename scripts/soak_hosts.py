@@ -5,8 +5,9 @@ python scripts/soak_hosts.py FOLDER [--faults 200] [--seed 0] [--hosts 3] [--ste
 Each process stands for a host. A run with elastic=true meets one fault after the other while it trains,
 and is never started again as a whole. When it has ended, every record is compared with the undisturbed
 run's: samples and batch always alike, losses bit for bit as long as all hosts were there, else within
-1e-5: at this learning rate, runs of 400 steps that nothing disturbs are within 6e-7 of each other on one and
-on three devices (at 3e-3, 4e-5: there rounding errors grow). Every fault must be in events.jsonl, and no more than the steps since the last copy be repeated.
+1e-5: at this learning rate, runs of 400 steps that nothing disturbs are within 6e-7 of each other on one
+and on three devices (at 3e-3, 4e-5: there rounding errors grow). Every fault must be in events.jsonl, and
+no more than the steps since the last copy be repeated.
 Prints a line for each fault and run; exit code 1 if anything was not as it must be.
 
 With --mtbf faults come at random times, so many seconds after each other on average, and not after some steps.

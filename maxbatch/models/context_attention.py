@@ -269,7 +269,8 @@ def is_seen(first_BY: jax.Array, last_Y: jax.Array, places_X: jax.Array) -> jax.
 def _backward(how, kept, d_out_nBKYH):
   q_nBKYH, k_nBKXH, v_nBKXH, seen, sink_BKY, out_nBKYH, log_sum_nBKY1 = kept
   q_nBKYH, seen = jax.lax.optimization_barrier((q_nBKYH, seen))
-  shift_nBKY1 = product_sum(d_out_nBKYH, out_nBKYH)
+  all_BKYH = (x.reshape(-1, *x.shape[2:]) for x in (d_out_nBKYH, out_nBKYH))
+  shift_nBKY1 = product_sum(*all_BKYH).reshape(log_sum_nBKY1.shape)
   queries = q_nBKYH, seen.first_nBY, _last(seen, q_nBKYH, how), log_sum_nBKY1, shift_nBKY1
   d_q = jnp.zeros(q_nBKYH.shape)
 
