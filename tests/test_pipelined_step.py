@@ -178,7 +178,7 @@ def test_the_bubble_of_a_run_is_the_predicted_one(monkeypatch):
     def part(self, entry, *rest, kind=kind, plain_part=plain_part):
       # A callback can only be where every axis is taken over.
       axes, whole = {"fsdp", "tensor"}, PartitionSpec()
-      noted = functools.partial(count, kind)
+      noted: Any = functools.partial(count, kind)
       jax.shard_map(noted, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False)(
         entry.is_active
       )
