@@ -16,6 +16,7 @@ from maxbatch.errors import UserError
 from maxbatch.estimate.chips import ALL_CHIPS, Chip, on_network
 from maxbatch.estimate.step_work import StepWork, step_work
 from maxbatch.hardware.topologies import FAMILIES, slice_named
+from maxbatch.pipeline_parallel.layout import fewest_microbatches
 
 _ALIASES = {"v5litepod": "v5e"}
 _CHOSEN = {
@@ -161,11 +162,8 @@ class Asked:
   def batch_unit(self) -> int:
     """Samples that divide the batch where no place is given: one for each group of devices, in a pipeline as
     many as its stages need."""
-    pipeline, stages = self.config.pipeline, self.mesh.shape.get("stage", 1)
-    each = 1
-    if pipeline.pipeline_schedule != "none":
-      each = stages * (2 if pipeline.pipeline_delay_activation_forwarding else 1)
-    return self.mesh.num_batch_groups * each
+    stages = self.mesh.shape.get("stage", 1)
+    return self.mesh.num_batch_groups * fewest_microbatches(self.config.pipeline, stages)
 
   @property
   def own_batch(self) -> Fraction | None:

@@ -10,8 +10,10 @@ keeps to the overhead x from the moment on at which x times that is b.
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from fractions import Fraction
 
 from maxbatch.batch_rules.published import GROWTH
+from maxbatch.core.solve import nearest_multiples
 
 _HALVINGS = 3
 """A ramp begins with at least an eighth of its last batch: below, phases are shorter than a warm-up."""
@@ -92,8 +94,11 @@ def round_batch(exact: float) -> int:
 
 def dividing(samples: int, unit: int) -> int:
   """Returns the multiple of `unit` samples that is nearest to so many."""
-  near = (samples // unit * unit or unit, -(-samples // unit) * unit)
-  return min(near, key=lambda size: abs(size - samples))
+  if samples % unit == 0:
+    return samples
+  return min(
+    map(int, nearest_multiples(unit, Fraction(samples))), key=lambda size: abs(size - samples)
+  )
 
 
 def whole_steps(phases: Sequence[tuple[int, int]], samples: float) -> int:

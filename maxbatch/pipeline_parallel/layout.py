@@ -162,6 +162,12 @@ def _smaller_timetable(plan: BatchPlan, known: int) -> str:
   return "accumulation=streamed, with a timetable for each microbatch, or fewer gradient accumulation steps"
 
 
+def fewest_microbatches(config: PipelineConfig, stages: int) -> int:
+  """Returns the fewest microbatches of a timetable: one for each stage, with delayed forwarding two; without
+  a schedule there is none, and one microbatch."""
+  return 1 if config.pipeline_schedule == "none" else _forwarding_delay(config) * stages
+
+
 def _forwarding_delay(config: PipelineConfig) -> int:
   return 2 if config.pipeline_delay_activation_forwarding else 1
 
