@@ -189,7 +189,7 @@ def test_what_the_compiler_refuses_is_known_not_to_fit(monkeypatch):
   def refuse(*_: object) -> Any:
     raise DoesNotFitError(0)
 
-  monkeypatch.setattr(pipeline_microbatches, "report_or_refusal", refuse)
+  monkeypatch.setattr(search, "report_or_refusal", refuse)
   of = settings(device_memory_gb=3)
   result = PipelineMicrobatchProber(of, jax.devices()[:4], place(of).layout)(4)
   assert result == ProbeResult(3 * GIB + 1, 3 * GIB, False)
@@ -212,7 +212,7 @@ def test_a_schedule_is_ranked_for_its_largest_step_that_is_reached(
     compiled.append(size)
     raise DoesNotFitError(0)
 
-  monkeypatch.setattr(pipeline_microbatches, "report_or_refusal", refuse)
+  monkeypatch.setattr(search, "report_or_refusal", refuse)
   of = settings(**RAMP, batch_schedule=schedule, steps=10)
   prober = PipelineMicrobatchProber(of, place(of).devices, place(of).layout)
   _, said, _ = resolved(of, tmp_path, machine=prober)

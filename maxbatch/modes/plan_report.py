@@ -99,7 +99,7 @@ class PlanReport:
       yield f"On     {self.assumption}"
 
   def _pipeline(self, pipeline: Pipeline) -> str:
-    lines = ["Pipeline", str(pipeline), *([pipeline.choice] if pipeline.choice else [])]
+    lines = ["Pipeline", str(pipeline), *pipeline.open_choices]
     return "\n  ".join(lines)
 
   def _phase(self, phase: Phase) -> dict[str, Any]:

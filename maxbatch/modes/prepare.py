@@ -244,8 +244,7 @@ def _say_parts(resolved: ResolvedRun, trainer: Trainer, passed: Passed) -> None:
   where = describe_devices(resolved.target.devices)
   passed(("mesh", f"{resolved.plan.topology} on {where}", undivided_parameters(trainer)))
   if trainer.pipeline:
-    choice = [trainer.pipeline.choice] if trainer.pipeline.choice else []
-    passed(("pipeline", str(trainer.pipeline), choice))
+    passed(("pipeline", str(trainer.pipeline), trainer.pipeline.open_choices))
   name = resolved.config.model.model_name
   model = f"{name}: {parameter_counts(trainer.model)}"
   passed(("model", model, lost_updates(trainer.model)))

@@ -68,6 +68,7 @@ from maxbatch.tuning.pipeline_microbatches import (
   PipelineMicrobatchProber,
   choose_num_pipeline_microbatches,
 )
+from maxbatch.tuning.pipeline_schedules import ScheduleProber, choose_pipeline_schedule
 from maxbatch.tuning.search import CompilingProber, EvalProber, Prober
 
 
@@ -165,7 +166,7 @@ class Pretraining:
   def resolve(
     self, config: Config, target: Target, purpose: Purpose, *, retune: bool = False
   ) -> ResolvedRun:
-    """Chooses the microbatch size, then num_pipeline_microbatches, which divides it.
+    """Chooses the microbatch size, then the pipeline's schedule and num_pipeline_microbatches, which divides it.
 
     Raises:
       UserError: nothing fits, the model cannot be split as the keys ask, a metrics writer is
@@ -187,8 +188,12 @@ class Pretraining:
     if purpose is not Purpose.VALIDATE:
       # Before anything is compiled for the pipeline.
       learning_rate(sized.optimizer, plan, sized.run.schedule_unit)
-      prober = PipelineMicrobatchProber(sized, target.devices, target.layout)
       # The plan knows nothing of the pipeline, so that it stays.
+      tries_schedule = ScheduleProber(sized, target.devices, target.layout)
+      sized = choose_pipeline_schedule(
+        sized, target, tries_schedule, remembered_choices(), retune=retune, plan=plan
+      )
+      prober = PipelineMicrobatchProber(sized, target.devices, target.layout)
       sized = choose_num_pipeline_microbatches(
         sized, target, prober, remembered_choices(), retune=retune, plan=plan
       )
@@ -225,6 +230,12 @@ class Pretraining:
         "microbatch of the whole batch; micro_batch_size=none is the only size"
       )
     pipeline = config.pipeline
+    if pipeline.pipeline_schedule == "auto":
+      print(
+        "pipeline_schedule=auto: every size is tried with interleaved_1f1b and the most repeats; "
+        "compile_only=true with the size that you take ranks the others too",
+        flush=True,
+      )
     if pipeline.pipeline_schedule != "none" and pipeline.num_pipeline_microbatches == -1:
       print(
         "num_pipeline_microbatches=-1: every size is tried with the fewest microbatches that work; "

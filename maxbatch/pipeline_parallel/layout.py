@@ -1,5 +1,6 @@
 """How a run's layers and batch divide over a pipeline, and what to change where they do not."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -107,7 +108,46 @@ def _is_valid(config: Config, layout: Topology) -> bool:
   return True
 
 
+def allowed_repeats(config: Config, layout: Topology) -> tuple[int, ...]:
+  """Returns the repeats that pipeline_schedule=auto chooses from, descending; 1 is 1f1b, more are
+  interleaved_1f1b.
+
+  gpipe and circular have the same bubbles, and keep the inputs of all microbatches.
+  """
+  keys, each = config.pipeline, Fraction(_divided_layers(config), layout.shape["stage"])
+  if each.denominator > 1:
+    return ()
+  allowed = (
+    repeats
+    for repeats in reversed(divisors(int(each)))
+    if keys.num_pipeline_repeats in (-1, repeats)
+    and keys.num_layers_per_pipeline_stage in (-1, each / repeats)
+  )
+  return tuple(allowed)
+
+
+def with_repeats(config: Config, repeats: int) -> Config:
+  """Returns the configuration with a schedule of so many repeats in place of pipeline_schedule=auto."""
+  name = "1f1b" if repeats == 1 else "interleaved_1f1b"
+  keys = dataclasses.replace(config.pipeline, pipeline_schedule=name, num_pipeline_repeats=repeats)
+  return dataclasses.replace(config, pipeline=keys)
+
+
+def with_least_bubble(config: Config, layout: Topology) -> Config:
+  """Returns the configuration with the schedule that is taken for pipeline_schedule=auto until it is chosen."""
+  if config.pipeline.pipeline_schedule != "auto":
+    return config
+  if allowed := allowed_repeats(config, layout):
+    return with_repeats(config, allowed[0])
+  # What does not divide is then said of the keys as they are.
+  keys = dataclasses.replace(config.pipeline, pipeline_schedule="interleaved_1f1b")
+  return dataclasses.replace(config, pipeline=keys)
+
+
 def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
+  is_auto = config.pipeline.pipeline_schedule == "auto"
+  repeats_choices = allowed_repeats(config, plan.topology) if is_auto else ()
+  config = with_least_bubble(config, plan.topology)
   keys = config.pipeline
   schedule = schedule_named(keys.pipeline_schedule)
   stages = plan.topology.shape["stage"]
@@ -148,8 +188,10 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
     ),
     choices=choices,
     forwarding_delay=forwarding_delay,
-    stash=keys.pipeline_saved_activations,
+    stash="input" if keys.pipeline_saved_activations == "auto" else keys.pipeline_saved_activations,
+    stash_is_open=keys.pipeline_saved_activations == "auto",
     is_open=keys.num_pipeline_microbatches == -1 and len(choices) > 1,
+    repeats_choices=repeats_choices,
   )
 
 

@@ -11,7 +11,7 @@ from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.drawings import text_diagram
-from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.layout import pipeline_of, with_least_bubble
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named
 from maxbatch.pipeline_parallel.simulator import Outcome
 from maxbatch.pipeline_parallel.sizes import Pipeline, bubble, imbalance, percent, predicted_bubble
@@ -144,9 +144,8 @@ class PipelineReport:
   def _choices(self) -> str:
     head = ("num_pipeline_microbatches", "in a timetable", "samples each", "bubble", "inputs kept")
     rows = [self._choice(count) for count in self.pipeline.choices]
-    open_line = [self.pipeline.choice] if self.pipeline.choice else []
     title = f"Microbatches, for {self.pipeline.schedule}"
-    return section(title, [*_lines(head, rows), *open_line])
+    return section(title, [*_lines(head, rows), *self.pipeline.open_choices])
 
   def _choice(self, num_pipeline_microbatches: int) -> Row:
     other = self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches)
@@ -167,6 +166,7 @@ def comparison(config: Config, plan: BatchPlan) -> str:
   Raises:
     UserError: no schedule supports these sizes.
   """
+  config = with_least_bubble(config, plan.topology)
   rows: list[Row] = []
   others: list[str] = []
   for name in SCHEDULES:

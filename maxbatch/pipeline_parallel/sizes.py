@@ -143,6 +143,9 @@ class Pipeline:
     stash: what a stage keeps of a microbatch until its backward: input or residuals.
     is_open: whether num_pipeline_microbatches is still to be chosen from `choices`, by time; until
       then it is the fewest.
+    stash_is_open: whether it is still to be chosen; until then it is input.
+    repeats_choices: of pipeline_schedule=auto, the repeats to choose from, by time; until then they are the
+      most.
   """
 
   schedule: str
@@ -158,6 +161,8 @@ class Pipeline:
   forwarding_delay: int
   stash: str = "input"
   is_open: bool = False
+  stash_is_open: bool = False
+  repeats_choices: tuple[int, ...] = ()
 
   @property
   def shape(self) -> TimetableShape:
@@ -191,16 +196,26 @@ class Pipeline:
     return dataclasses.replace(self, rows=rows)
 
   @property
-  def choice(self) -> str:
-    """A sentence on what is still to be chosen; empty if there is nothing."""
-    if not self.is_open:
-      return ""
-    listed = ", ".join(map(str, self.choices))
-    return (
-      f"num_pipeline_microbatches=-1: a run or compile_only=true takes the fastest of {listed}, "
-      f"compiling and timing some; shown is {self.num_pipeline_microbatches}, the fewest, which "
-      f"num_pipeline_microbatches={self.num_pipeline_microbatches} takes at once"
-    )
+  def open_choices(self) -> list[str]:
+    """A sentence on each key that is still to be chosen."""
+    sentences = []
+    if len(self.repeats_choices) > 1:
+      sentences.append(
+        f"pipeline_schedule=auto: a run or compile_only=true compiles {self.schedule} with num_pipeline_repeats="
+        f"{_listed(self.repeats_choices)} (1 is 1f1b), and takes the fastest that fits; shown is {self.repeats}"
+      )
+    if self.stash_is_open:
+      sentences.append(
+        "pipeline_saved_activations=auto: a run or compile_only=true takes residuals where they fit and are faster; "
+        "shown is input"
+      )
+    if self.is_open:
+      sentences.append(
+        f"num_pipeline_microbatches=-1: a run or compile_only=true takes the fastest of {_listed(self.choices)}, "
+        f"compiling and timing some; shown is {self.num_pipeline_microbatches}, the fewest, which "
+        f"num_pipeline_microbatches={self.num_pipeline_microbatches} takes at once"
+      )
+    return sentences
 
   def as_dict(self) -> dict[str, object]:
     """Returns the sizes under their keys, for programs."""
@@ -214,7 +229,7 @@ class Pipeline:
       "samples_per_microbatch_and_group": self.rows,
       "pipeline_saved_activations": self.stash,
       "bubble": float(predicted_bubble(self.shape)),
-      "choice": self.choice,
+      "choice": "; ".join(self.open_choices),
       "choices": list(self.choices),
     }
 
@@ -226,6 +241,10 @@ class Pipeline:
       f"timetable, each of {counted(self.rows, 'sample')} per group of devices; bubble "
       f"{percent(predicted_bubble(self.shape))}; pipeline_saved_activations={self.stash}"
     )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+  return ", ".join(map(str, numbers))
 
 
 class EvalMicrobatches(NamedTuple):

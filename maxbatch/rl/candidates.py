@@ -11,7 +11,7 @@ from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.layout import pipeline_of, with_least_bubble
 from maxbatch.tuning.candidates import (
   LEAST_TOKENS,
   Candidate,
@@ -105,7 +105,8 @@ def _divided(config: Config, plans: Sequence[RLPlan]) -> list[RLPlan]:
 
 
 def with_fewest_pipeline_microbatches(config: Config, plan: RLPlan) -> tuple[Config, list[str]]:
-  """Returns a configuration that counts completions with num_pipeline_microbatches, and a line if it was open.
+  """Returns a configuration that counts completions with its schedule and num_pipeline_microbatches, and a line
+  for each that was open.
 
   Raises:
     UserError: the pipeline cannot divide the layers, or a microbatch.
@@ -113,14 +114,24 @@ def with_fewest_pipeline_microbatches(config: Config, plan: RLPlan) -> tuple[Con
   if config.pipeline.pipeline_schedule == "none":
     return config, []
   pipeline = pipeline_of(config, plan.topology.training, plan.batch_plan)
-  count = pipeline.num_pipeline_microbatches
-  keys = dataclasses.replace(config.pipeline, num_pipeline_microbatches=count)
-  listed = ", ".join(map(str, pipeline.choices))
-  line = (
-    f"num_pipeline_microbatches=-1: {count}, the fewest of {listed}; reinforcement learning does not time "
-    "the others"
+  config, count = (
+    with_least_bubble(config, plan.topology.training),
+    pipeline.num_pipeline_microbatches,
   )
-  return dataclasses.replace(config, pipeline=keys), [line] if pipeline.is_open else []
+  keys = dataclasses.replace(
+    config.pipeline, num_pipeline_microbatches=count, pipeline_saved_activations=pipeline.stash
+  )
+  settled = dataclasses.replace(config, pipeline=keys)
+  repeats = f"{pipeline.schedule} num_pipeline_repeats={pipeline.repeats}, the smallest bubble"
+  taken = {
+    "pipeline_schedule=auto": repeats if len(pipeline.repeats_choices) > 1 else "",
+    "pipeline_saved_activations=auto": "input, the least memory" if pipeline.stash_is_open else "",
+    "num_pipeline_microbatches=-1": f"{count}, the fewest of {', '.join(map(str, pipeline.choices))}"
+    if pipeline.is_open
+    else "",
+  }
+  untimed = "reinforcement learning does not time the others"
+  return settled, [f"{key}: {one}; {untimed}" for key, one in taken.items() if one]
 
 
 def _planned(config: Config, training: Topology, whole: RLPlan, size: int) -> RLPlan | None:

@@ -28,13 +28,11 @@ from typing import Any, Literal
 
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.command_line.screen import Table, gib
-from maxbatch.compile.compile_step import report_or_refusal
 from maxbatch.compile.report import CompileReport
 from maxbatch.compile.step_file import made_from
 from maxbatch.compile.step_identity import CONFIGURATION
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted
-from maxbatch.core.phases import Phase
 from maxbatch.core.plan import BatchPlan
 from maxbatch.hardware.devices import Target
 from maxbatch.pipeline_parallel.layout import pipeline_of
@@ -43,7 +41,16 @@ from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.training.build import streams
 from maxbatch.tuning.microbatch_size import what_it_depends_on
 from maxbatch.tuning.remembered import Made, RememberedChoice
-from maxbatch.tuning.search import CompilingProber, ProbeResult, Say, agreed, most_probes, search
+from maxbatch.tuning.search import (
+  CompilingProber,
+  ProbeResult,
+  Say,
+  agreed,
+  largest_phase,
+  largest_step_report,
+  most_probes,
+  search,
+)
 
 Point = tuple[float, float]
 """(samples, value)."""
@@ -319,8 +326,7 @@ class PipelineMicrobatchProber(CompilingProber[int]):
     return with_num_pipeline_microbatches(self._config, size)
 
   def _compiled(self, config: Config) -> CompileReport:
-    phase = largest_phase(plan_batches(config.batch, config.run, self._layout, config.optimizer))
-    return report_or_refusal(config, self._devices, self._layout, phase.micro_batch)
+    return largest_step_report(config, self._devices, self._layout)
 
 
 def choose_num_pipeline_microbatches(
@@ -381,11 +387,6 @@ def with_num_pipeline_microbatches(config: Config, num_pipeline_microbatches: in
   """Returns the configuration with num_pipeline_microbatches chosen."""
   keys = dataclasses.replace(config.pipeline, num_pipeline_microbatches=num_pipeline_microbatches)
   return dataclasses.replace(config, pipeline=keys)
-
-
-def largest_phase(plan: BatchPlan) -> Phase:
-  """Returns the phase that a run is ranked for: as a rule most of its time is spent in it."""
-  return max(plan.phases, key=lambda phase: phase.batch)
 
 
 def _heading(steps: RankedStep) -> str:

@@ -17,13 +17,15 @@ from typing import Any, Generic, Literal, TypeVar
 
 import jax
 
-from maxbatch.batch.from_config import mesh_of
+from maxbatch.batch.from_config import mesh_of, plan_batches
 from maxbatch.command_line.screen import GIB, gib, gib_of
 from maxbatch.compile.compile_step import eval_report, report_or_refusal
 from maxbatch.compile.program import DoesNotFitError, capacity_bytes
 from maxbatch.compile.report import CompileReport
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import text
+from maxbatch.core.phases import Phase
+from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
@@ -332,6 +334,23 @@ class CompilingProber(abc.ABC, Generic[Size]):
     if config.mesh != self._config.mesh:
       layout = mesh_of(config, len(self._devices), layout.num_slices)
     return report_or_refusal(config, self._devices, layout)
+
+
+def largest_phase(plan: BatchPlan) -> Phase:
+  """Returns the phase that a run is ranked for: as a rule most of its time is spent in it."""
+  return max(plan.phases, key=lambda phase: phase.batch)
+
+
+def largest_step_report(
+  config: Config, devices: Sequence[Device], layout: Topology
+) -> CompileReport:
+  """Returns what the largest step of a run needs and takes.
+
+  Raises:
+    DoesNotFitError: the compiler refuses it.
+  """
+  phase = largest_phase(plan_batches(config.batch, config.run, layout, config.optimizer))
+  return report_or_refusal(config, devices, layout, phase.micro_batch)
 
 
 class Prober(CompilingProber[Candidate]):

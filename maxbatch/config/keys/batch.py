@@ -169,11 +169,11 @@ class MeshConfig(Section, heading="the mesh"):
 class PipelineConfig(Section, heading="the pipeline"):
   """How microbatches pass through the stages of a pipeline, which are the mesh axis `stage`."""
 
-  pipeline_schedule: Literal["none", "gpipe", "circular", "1f1b", "interleaved_1f1b"] = key(
+  pipeline_schedule: Literal["none", "gpipe", "circular", "1f1b", "interleaved_1f1b", "auto"] = key(
     "none", CHANGEABLE
   )
-  """Pipeline schedule: none, gpipe, circular, 1f1b or interleaved_1f1b; maxbatch pipeline
-  draws them."""
+  """Pipeline schedule: none, gpipe, circular, 1f1b, interleaved_1f1b, drawn by maxbatch pipeline;
+  auto: the fastest that fits."""
   num_pipeline_microbatches: PositiveOrUnset = key(-1, CHANGEABLE, PIPELINE)
   """Chunks per microbatch, a multiple of the stages; more: a smaller bubble, smaller matrix
   products; -1: the fastest, measured at the start."""
@@ -186,8 +186,8 @@ class PipelineConfig(Section, heading="the pipeline"):
   pipeline_delay_activation_forwarding: bool = key(False, CHANGEABLE, PIPELINE)
   """Send activations to the next stage one iteration later, overlapped with computation; doubles
   the bubble."""
-  pipeline_saved_activations: Literal["input", "residuals"] = key(
+  pipeline_saved_activations: Literal["input", "residuals", "auto"] = key(
     "input", CHANGEABLE, PIPELINE, old_names=("pipeline_stash",)
   )
-  """What a stage keeps of a microbatch for its backward pass: input (recomputes its layers; least
-  memory) or residuals (what remat_policy saves; less compute)."""
+  """What a stage keeps for its backward pass: input (recomputes its layers; least memory), residuals
+  (what remat_policy saves; less compute) or auto (the faster that fits)."""
