@@ -11,7 +11,7 @@ from maxbatch.batch.from_config import is_rl, plan_batches, sparse_experts
 from maxbatch.batch.host_loads import check_loads, host_loads
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan_plot import plan_chart
-from maxbatch.batch.rl_plan import plan_rl
+from maxbatch.batch.rl_plan import RLPlan, in_samples, plan_rl
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
@@ -22,13 +22,15 @@ from maxbatch.config.find import shown
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.load import load_config, to_flat_dict, without_effect
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.topologies import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.plots.page import check_picture_file, picture
-from maxbatch.rl.candidates import rl_sizes_of
+from maxbatch.rl.candidates import rl_sizes_of, with_settled_pipeline
 from maxbatch.tuning.candidates import (
   Candidate,
   asked,
@@ -158,7 +160,6 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
   )
   check_loads(plan, streamed=config.batch.accumulation == "streamed")
   sizes = _sizes(config, devices.layout)
-  has_pipeline = config.pipeline.pipeline_schedule != "none"
   flat, unset = to_flat_dict(config), (-1, [])
   return PlanReport(
     plan=plan,
@@ -171,9 +172,19 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
     ),
     sizes=sizes if isinstance(config.batch.micro_batch_size, Explore) else (),
     rl=rl,
-    pipeline=pipeline_of(config, devices.layout, plan) if has_pipeline else None,
+    pipeline=_pipeline(config, devices.layout, plan, rl),
     sparse_experts=[] if rl else sparse_experts(config.model, plan),
   )
+
+
+def _pipeline(
+  config: Config, layout: Topology, plan: BatchPlan, rl: RLPlan | None
+) -> Pipeline | None:
+  """Returns the pipeline; of reinforcement learning what a run takes, which times nothing."""
+  if config.pipeline.pipeline_schedule == "none":
+    return None
+  settled = with_settled_pipeline(in_samples(config, rl), rl)[0] if rl else config
+  return pipeline_of(settled, layout, plan)
 
 
 def _given(config: Config, key: str) -> str:

@@ -94,7 +94,7 @@ def _divided(config: Config, plans: Sequence[RLPlan]) -> list[RLPlan]:
   result, problem = [], None
   for plan in plans:
     try:
-      with_fewest_pipeline_microbatches(in_samples(config, plan), plan)
+      with_settled_pipeline(in_samples(config, plan), plan)
     except UserError as error:
       problem = problem or error
     else:
@@ -104,7 +104,7 @@ def _divided(config: Config, plans: Sequence[RLPlan]) -> list[RLPlan]:
   return result
 
 
-def with_fewest_pipeline_microbatches(config: Config, plan: RLPlan) -> tuple[Config, list[str]]:
+def with_settled_pipeline(config: Config, plan: RLPlan) -> tuple[Config, list[str]]:
   """Returns a configuration that counts completions with its schedule and num_pipeline_microbatches, and a line
   for each that was open.
 

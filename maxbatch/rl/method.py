@@ -29,7 +29,7 @@ from maxbatch.modes.pretraining import check_plan, saved_record
 from maxbatch.rl.candidates import (
   RLCandidate,
   rl_sizes_of,
-  with_fewest_pipeline_microbatches,
+  with_settled_pipeline,
 )
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.demonstrations import warm_start, warms_up
@@ -275,7 +275,7 @@ class GRPOMethod:
     check_prompt_noise(config.noise, plan)
     samples = resolve_accumulation(in_samples(config, plan), target.layout, plan.batch_plan)
     check_plan(samples, plan.batch_plan)
-    samples, chosen = with_fewest_pipeline_microbatches(samples, plan)
+    samples, chosen = with_settled_pipeline(samples, plan)
     notes = [*notes, *chosen]
     if not validates:
       learning_rate(samples.optimizer, plan.batch_plan, samples.run.schedule_unit)
