@@ -155,23 +155,27 @@ SCHEDULES = {1: ("gpipe", "1f1b"), 2: ("circular", "interleaved_1f1b")}
 
 @pytest.mark.parametrize("repeats", SCHEDULES)
 def test_the_loss_of_a_pipeline_s_stages_is_that_of_whole_completions(repeats):
-  """One program runs both timetables, on two replicas, of which microbatches have a row each."""
+  """One program runs both timetables, on two replicas, of which microbatches have a row each. The model is
+  run if one reward differs, and not if none does."""
+  of_pipeline = LOSS if repeats == 1 else WITHOUT_KL
   case, layers = Case(repeats=repeats, axes=(2, 1, 1)), 4
   model = build_model(config_of(B, f"base_num_decoder_layers={layers}").model, T)
   params, completions = random_parameters(model), cut_completions()
-  whole = functools.partial(LOSS, model, metrics=NO_METRICS, keys_B=None, probes={})
+  whole = functools.partial(of_pipeline, model, metrics=NO_METRICS, keys_B=None, probes={})
 
-  def loss(params):
+  @functools.partial(jax.grad, has_aux=True)
+  def loss(params, completions):
     terms, stats = whole(parameters=params, microbatch=completions)
     return terms[LOSS_NAME].numerator.sum(), (terms, stats)
 
-  expected = jax.jit(jax.grad(loss, has_aux=True))(params)
+  loss = jax.jit(loss)
+  expected = loss(params, completions)
   sizes = layers // 2 // repeats, CUTS, PASSES, PASSES, 1, 1
   pipeline = Pipeline("", 2, repeats, *sizes, (CUTS,), 1)
   devices = mesh(2, stage=2)
   measures = Measures(LOSS.metrics(NO_METRICS))
   accumulate = pipelined_accumulate(
-    model, pipeline, devices, measures=measures, capacity=case.capacity, loss=LOSS
+    model, pipeline, devices, measures=measures, capacity=case.capacity, loss=of_pipeline
   )
 
   @jax.jit
@@ -188,6 +192,15 @@ def test_the_loss_of_a_pipeline_s_stages_is_that_of_whole_completions(repeats):
     gradients = to_layer_order(model, pipeline, gradients)
     assert max(relative_errors(gradients, expected[0]).values()) < 1e-6
     for one, other in zip(*(jax.tree.leaves(each) for each in (sums, expected[1])), strict=True):
+      np.testing.assert_allclose(one, np.sum(other), rtol=2e-6)
+  if of_pipeline is WITHOUT_KL:
+    alike = completions._replace(advantages_B=np.zeros(B, np.float32))
+    in_parts = jax.tree.map(lambda x: np.reshape(x, (PASSES, -1, *x.shape[1:])), alike)
+    # Whatever is computed from these parameters is no number.
+    broken = jax.tree.map(lambda x: np.full_like(x, np.nan), staged)
+    gradients, sums = pipelined(broken, in_parts, case.ticks(SCHEDULES[repeats][0], CUTS * PASSES))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(gradients)))
+    for one, other in zip(*map(jax.tree.leaves, (sums, loss(params, alike)[1])), strict=True):
       np.testing.assert_allclose(one, np.sum(other), rtol=2e-6)
 
 

@@ -148,8 +148,9 @@ class PolicyTraining:
     move = Mover(trainer.mesh, place.policy(trainer)) if self.rollout else None
     sampler = completion_sampler(config, trainer.model, mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
-    loss, is_pipeline = self.loss, trainer.pipeline is not None
-    skips = not (plan.has_reference or any(trainer.model.own_sums) or is_pipeline)
+    loss = self.loss
+    is_measured = trainer.pipeline is not None and trainer.measures.noise(trainer.model)
+    skips = not (plan.has_reference or any(trainer.model.own_sums) or is_measured)
     records = StepRecords(plan, config, feed_watchdog, skips=skips)
     policies = Policies(
       trainer.model,

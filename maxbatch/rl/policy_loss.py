@@ -151,6 +151,15 @@ class PolicyLoss:
       log_probs = log_probs._replace(targets_BT=scaled)
     return _terms(grpo_sums(log_probs, part, self.objective, own), share.form)
 
+  def without_gradient(self, batch: Completions) -> tuple[jax.Array, tuple[Terms, Stats]] | None:
+    """Returns whether no reward differs from those of its group, and the sums if so; None: there is a KL
+    divergence, from which something is always learned."""
+    if self.objective.beta:
+      return None
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.rows)
+    loss, stats = _terms(nothing_learned(rows, self.objective), partial_sums.AT_ONCE)
+    return ~self.has_gradient(batch), ({LOSS: loss}, stats)
+
   def _skipped(self, microbatch: Completions) -> tuple[Terms, Stats]:
     """Returns the sums of a microbatch whose advantages are all 0."""
     loss, stats = _terms(nothing_learned(microbatch.rows, self.objective), partial_sums.IN_PARTS)

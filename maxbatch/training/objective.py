@@ -75,6 +75,11 @@ class Loss(Protocol):
     """
     ...
 
+  def without_gradient(self, batch: Any) -> tuple[jax.Array, tuple[Terms, Stats]] | None:
+    """Returns whether what a dispatch is fed has no gradient, and its sums if so, as scalars: a model without
+    terms and statistics of its own need not be run on it. None: it always has one."""
+    ...
+
   def __call__(
     self,
     model: Model,
@@ -126,6 +131,9 @@ class TextLoss:
     loss, of_tokens = jax.tree.map(share.form.of_parts, sums)
     weight = share.form.of_rows(weights_BC.sum(1, keepdims=True))
     return Ratio(loss, weight), ratios(of_tokens, weight)
+
+  def without_gradient(self, batch: Rows) -> None:
+    del batch
 
   def __call__(
     self,

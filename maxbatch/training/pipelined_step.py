@@ -100,6 +100,9 @@ def pipelined_accumulate(
     del keys  # They are made of the rows' samples.
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    needed, ticks = any(model.own_sums) or measures.noise(model), num_microbatches
+    if skipped := None if needed else loss.without_gradient(rows):
+      ticks = ticks._replace(num_ticks=jnp.where(skipped[0], 0, ticks.num_ticks))
     d_layers, d_rest, sums, own, squares, of_probes = jax.shard_map(
       local,
       mesh=mesh,
@@ -112,14 +115,16 @@ def pipelined_accumulate(
       check_vma=False,
     )(
       jnp.arange(pipeline.stages),
-      jax.tree.map(jnp.asarray, num_microbatches),
+      jax.tree.map(jnp.asarray, ticks),
       rows,
       split_layers(model, joined(params, frozen or {})),
       split_layers(model, zeros),
       scale,
       denominators,
     )
-    of_loss, of_model = model_sums(*sums, None), model_sums(*own, None)
+    if skipped:
+      sums = jax.tree.map(functools.partial(jnp.where, skipped[0]), StageSums(*skipped[1]), sums)
+    of_loss, of_model = model_sums(sums[0], sums[1], None), model_sums(*own, None)
     terms = OrderedDict(of_loss[0] | of_model[0])
     stats = of_loss[1] | of_model[1]
     if measures.noise(model):
