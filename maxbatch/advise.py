@@ -14,7 +14,7 @@ from typing import Annotated
 import yaml
 
 from maxbatch.advice.advice import Advice, Planned, advise, as_dict, layout, timed
-from maxbatch.advice.asked import Place, Wishes, ask, check_scope, place_named
+from maxbatch.advice.asked import MESH_KEYS, Place, Wishes, ask, check_scope, place_named
 from maxbatch.advice.batch_size import measured_by
 from maxbatch.advice.charts import charts
 from maxbatch.advice.compiled import compile_sizes, compiled_summary
@@ -63,8 +63,7 @@ _WHY = {
   "learning_rate": "The optimizer at this batch.",
 }
 _OPTIONS = ("json", "explain", "explore", "plot", "write")
-_MESH = ("remat_policy", "ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
-_MESH += ("dcn_data_parallelism", "ici_context_parallelism")
+_MESH = ("remat_policy", "num_pipeline_microbatches", *MESH_KEYS)
 _WITH_EXPONENT = re.compile(r"(total_tokens|total_samples)=(\d+(?:\.\d+)?[eE]\+?\d{1,2})")
 
 

@@ -28,6 +28,7 @@ from maxbatch.errors import UserError
 from maxbatch.estimate.chips import CHIPS
 from maxbatch.estimate.step_roofline import step_rates, step_roofline
 from maxbatch.estimate.step_work import step_work
+from maxbatch.pipeline import main as pipeline_command
 from maxbatch.plan import main as plan_command
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.run_folder.paths import RunFolder
@@ -201,6 +202,30 @@ def test_a_pipeline_s_batch_is_what_its_stages_divide(capsys):
   assert answer(capsys, *question, *stages)["batch"]["samples"] == 504
   assert answer(capsys, *question)["batch"]["samples"] in (490, 504)
   assert answer(capsys, *question, *stages[1:])["batch"]["samples"] == 500
+
+
+def test_a_pipeline_on_a_slice_has_the_stages_that_were_asked_for(capsys):
+  """And its batch and mesh are found for them; without a schedule there are none."""
+  question = [*LLAMA[:3], "compile_topology=v5e-16", "ici_pipeline_parallelism=4"]
+  stages = "pipeline_schedule=1f1b", "pipeline_saved_activations=residuals"
+  text = " ".join(ask(capsys, *question, *stages, "ici_fsdp_parallelism=2").split())
+  assert "Without a pipeline: ici_data_parallelism=1 ici_fsdp_parallelism=16" in text
+  assert "Replaced from your request: ici_fsdp_parallelism=2" in text
+  staged = answer(capsys, *question, *stages)
+  assert pipeline_command(["config=advice.yml", "compile_topology=v5e-16"]) == 0
+  steps = staged["batch"]["samples"] // 16
+  shown = (
+    f"num_pipeline_microbatches 4 × gradient_accumulation_steps {steps} = {4 * steps} per step"
+  )
+  assert shown in capsys.readouterr().out
+  # Of all that auto may take, that with the least bubble, and residuals fit.
+  chosen = answer(capsys, *question, *(f"{key.partition('=')[0]}=auto" for key in stages))
+  assert chosen["run"]["utilisation"] > staged["run"]["utilisation"]
+  whole = answer(capsys, *question)
+  assert whole["keys"]["ici_pipeline_parallelism"] == 1
+  assert whole["keys"]["ici_fsdp_parallelism"] == 16
+  # The bubble, at the least.
+  assert whole["run"]["utilisation"] > staged["run"]["utilisation"]
 
 
 def test_a_rate_found_elsewhere_is_carried_over_with_its_half_life(capsys):
@@ -392,7 +417,10 @@ def test_what_the_advice_does_not_speak_of_is_refused(capsys):
     "micro_batch_size=2": "is what the advice chooses",
     "batch_schedule=[[0,8]]": "the ramp is what the advice chooses",
     "steps=100": "leave it out, or steps=-1",
-    "pipeline_schedule=1f1b": "for example pipeline_schedule=none",
+    "pipeline_schedule=1f1b": "for example ici_pipeline_parallelism=4",
+    "pipeline_schedule=1f1b ici_pipeline_parallelism=3": "for example ici_pipeline_parallelism=2 ",
+    "pipeline_schedule=gpipe dcn_pipeline_parallelism=2": "do not divide 1 × 256 devices",
+    "pipeline_schedule=gpipe ici_pipeline_parallelism=2 accumulation=streamed": "accumulation=fused",
     "lora_rank=8": "do not cover adapters",
     "num_devices=8": "leave out num_devices=8",
     "compile_topology=v5p-17920": "power of 2",

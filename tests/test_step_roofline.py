@@ -18,6 +18,7 @@ from maxbatch.estimate.best_split import (
 from maxbatch.estimate.chips import CHIPS, GPUS, Chip, calibrated, measured_factor
 from maxbatch.estimate.compiled_steps import compiled_steps, read_report, remember
 from maxbatch.estimate.links import link_seconds
+from maxbatch.estimate.pipeline_roofline import Stages, pipeline_roofline
 from maxbatch.estimate.step_roofline import (
   StepRoofline,
   memory_work,
@@ -73,6 +74,28 @@ def test_computing_again_takes_time_and_saves_memory():
   # What is kept is written and read: `none` may be no faster than `minimal`.
   assert max(kept.step_seconds, products.step_seconds) < again.step_seconds
   assert kept.peak_bytes > products.peak_bytes > again.peak_bytes
+
+
+@pytest.mark.parametrize(
+  ("schedule", "repeats", "stash", "seconds"),
+  [
+    ("1f1b", 1, "residuals", 4.435),
+    ("interleaved_1f1b", 2, "residuals", 4.128),
+    ("interleaved_1f1b", 2, "input", 4.801),
+    ("circular", 2, "input", 4.822),
+    ("1f1b", 1, "input", 5.159),
+  ],
+)
+def test_a_pipeline_is_about_as_fast_as_compiled(schedule, repeats, stash, seconds):
+  """As the table in docs/pipeline.md, whose peak is the same for all."""
+  stages, place = Stages(schedule, 4, 1, repeats, 1, stash), Topology.of(fsdp=4, stage=4)
+  result = pipeline_roofline(LLAMA, V5E, place, Fraction(1), 4, "full", stages)
+  assert result.step_seconds == pytest.approx(seconds, rel=0.06)
+  assert result.peak_bytes == pytest.approx(11.869 * 2**30, rel=0.1)
+  assert sum(result.parts.values()) == pytest.approx(result.step_seconds)
+  again = pipeline_roofline(LLAMA, V5E, place, Fraction(1), 8, "full", stages)
+  assert again.step_seconds < 2 * result.step_seconds
+  assert again.utilisation > result.utilisation
 
 
 def test_few_tokens_on_many_devices_wait_for_the_links():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from maxbatch.advice.asked import Asked
+from maxbatch.advice.asked import MESH_KEYS, Asked
 from maxbatch.advice.batch_size import BatchSize, Measured, joined
 from maxbatch.advice.experiment import Experiment, Running, next_experiment
 from maxbatch.advice.prices import step_cost
@@ -131,13 +131,15 @@ def _sizes(asked: Asked, size: BatchSize) -> Sizes:
   samples = nearest(asked, asked.place, wanted)
   if not asked.own_batch:
     samples = _faster(asked, size, samples)
-  split = split_of(asked.work, asked.place, samples)
+  split = split_of(asked.work, asked.place, samples, asked.stages)
   unit = _micro_batch(split)
-  phases = _phases(asked, size, samples, min(unit, split.mesh.num_batch_groups))
+  # Of a pipeline a phase has whole microbatches.
+  groups = unit if split.stages else split.mesh.num_batch_groups
+  phases = _phases(asked, size, samples, min(unit, groups))
   common = math.gcd(*(phase.samples for phase in phases))
   if common % unit:
     # A microbatch that divides every phase needs one program alone.
-    shared = split_of(asked.work, asked.place, common)
+    shared = split_of(asked.work, asked.place, common, asked.stages)
     again = _with_microbatch(asked, shared, samples)
     if again.step.step_seconds <= _FREE_SECONDS * split.step.step_seconds:
       split = again
@@ -173,7 +175,13 @@ def _step(
 ) -> StepRoofline:
   assert asked.place is not None
   return choosable(
-    asked.work, asked.place.chip, split.mesh, per_device, num_microbatches, split.remat
+    asked.work,
+    asked.place.chip,
+    split.mesh,
+    per_device,
+    num_microbatches,
+    split.remat,
+    split.stages,
   )
 
 
@@ -227,6 +235,8 @@ def _keys(asked: Asked, sizes: Sizes, advised: Settings) -> dict[str, object]:
   keys["batch_size"] = sizes.samples
   if sizes.split:
     split = sizes.split.keys
+    # Axes that were asked for and that the split does not have.
+    keys |= {key: 1 for key in MESH_KEYS if key in asked.given and key not in split}
     keys |= {key: int(split[key]) if split[key].isdecimal() else split[key] for key in split}
   if len(sizes.phases) > 1:
     keys["batch_schedule"] = [list(phase) for phase in phases]

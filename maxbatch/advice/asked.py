@@ -11,12 +11,19 @@ from maxbatch.batch_rules.published import expected_loss
 from maxbatch.batch_rules.rule import Training
 from maxbatch.config.keys.model import idle_parameters
 from maxbatch.config.schema import Config
-from maxbatch.core.topology import Topology
+from maxbatch.core.solve import divisors
+from maxbatch.core.topology import AXES, Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import ALL_CHIPS, Chip, on_network
+from maxbatch.estimate.pipeline_roofline import Stages
 from maxbatch.estimate.step_work import StepWork, step_work
 from maxbatch.hardware.topologies import FAMILIES, slice_named
-from maxbatch.pipeline_parallel.layout import fewest_microbatches
+from maxbatch.pipeline_parallel.layout import (
+  allowed_repeats,
+  fewest_microbatches,
+  with_least_bubble,
+)
+from maxbatch.pipeline_parallel.schedule import schedule_named
 
 _ALIASES = {"v5litepod": "v5e"}
 _CHOSEN = {
@@ -28,6 +35,8 @@ _CHOSEN = {
   "enable_rampup_batch_size": "the ramp",
 }
 """Keys whose values are what is asked for."""
+MESH_KEYS = tuple(f"{kind}_{axis.key}_parallelism" for kind in ("ici", "dcn") for axis in AXES)
+"""Keys of the mesh."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +159,8 @@ class Asked:
   """Keys that were set by hand."""
   prices: Mapping[str, Price]
   """By generation."""
+  stages: Stages | None
+  """Of a pipeline on the place, and on the others; None: there is none, or no place."""
 
   def price(self, place: Place) -> Price:
     """Returns what a chip of the place costs for an hour, and where that is from; 0: not known."""
@@ -222,7 +233,55 @@ def ask(
     loss=wishes.final_loss or expected_loss(parameters, tokens),
   )
   place = places[0] if places else None
-  return Asked(config, work, training, wishes, place, places[1:], mesh, given, prices)
+  stages = _stages(config) if place else None
+  return Asked(config, work, training, wishes, place, places[1:], mesh, given, prices, stages)
+
+
+def _stages(config: Config) -> Stages | None:
+  """Returns the stages that are asked for; None: there is no pipeline.
+
+  Raises:
+    UserError: it is not said how many, layers do not divide, or each microbatch is to have a timetable.
+  """
+  keys, mesh = config.pipeline, config.mesh
+  in_slice, slices = mesh.ici_pipeline_parallelism, mesh.dcn_pipeline_parallelism
+  if keys.pipeline_schedule == "none":
+    return None
+  if -1 in (in_slice, slices) or in_slice * slices == 1:
+    raise UserError(
+      f"pipeline_schedule={keys.pipeline_schedule} with ici_pipeline_parallelism={in_slice} and "
+      f"dcn_pipeline_parallelism={slices}: on a slice the advice chooses the other axes of the mesh, and must know "
+      "the stages; for example ici_pipeline_parallelism=4, or pipeline_schedule=none"
+    )
+  if config.batch.accumulation == "streamed":
+    raise UserError(
+      f"pipeline_schedule={keys.pipeline_schedule} with accumulation=streamed: the advice knows one timetable for "
+      "all microbatches of a step; for example accumulation=fused"
+    )
+  stages = Topology({"stage": in_slice}, {"stage": slices})
+  schedule = with_least_bubble(config, stages).pipeline.pipeline_schedule
+  allowed = allowed_repeats(config, stages)
+  if not schedule_named(schedule).allows_repeats:
+    allowed = tuple(repeats for repeats in allowed if repeats == 1)
+  if not allowed:
+    layers = config.model.base_num_decoder_layers - config.model.first_num_dense_layers
+    near = min(divisors(layers)[1:], key=lambda n: abs(n - in_slice * slices), default=layers)
+    raise UserError(
+      f"pipeline_schedule={keys.pipeline_schedule} ici_pipeline_parallelism={in_slice} dcn_pipeline_parallelism="
+      f"{slices} num_pipeline_repeats={keys.num_pipeline_repeats} num_layers_per_pipeline_stage="
+      f"{keys.num_layers_per_pipeline_stage} do not divide {layers} layers; for example ici_pipeline_parallelism={near} "
+      "dcn_pipeline_parallelism=1 num_pipeline_repeats=-1 num_layers_per_pipeline_stage=-1"
+    )
+  delay = 2 if keys.pipeline_delay_activation_forwarding else 1
+  return Stages(
+    schedule=schedule,
+    in_slice=in_slice,
+    slices=slices,
+    repeats=allowed[0],
+    forwarding_delay=delay,
+    stash=keys.pipeline_saved_activations,
+    num_first_layers=config.model.first_num_dense_layers,
+  )
 
 
 def check_scope(config: Config, named: Iterable[str]) -> None:
@@ -250,13 +309,6 @@ def check_scope(config: Config, named: Iterable[str]) -> None:
     raise UserError(
       f"steps={run.steps}: the steps follow from the batch that is advised; leave it out, or "
       "steps=-1"
-    )
-  schedule, topology = config.pipeline.pipeline_schedule, config.compile.compile_topology
-  if schedule != "none" and topology:
-    raise UserError(
-      f"pipeline_schedule={schedule} with compile_topology={topology}: on a slice the advice chooses the mesh, "
-      "among those without stages; for example pipeline_schedule=none, or leave compile_topology out for the "
-      "batch and what goes with it, and let maxbatch pipeline compare schedules"
     )
   if config.model.lora_rank or config.optimizer.trainable:
     raise UserError(

@@ -7,7 +7,7 @@ from maxbatch.advice.advice import Advice, Planned, mixture_of
 from maxbatch.advice.batch_size import Measured, Said
 from maxbatch.advice.limits import limits
 from maxbatch.advice.prices import step_cost
-from maxbatch.advice.slices import Point, about, on_gpus, used
+from maxbatch.advice.slices import Point, about, on_gpus, used, without_stages
 from maxbatch.advice.words import DAY, money, percent, short, span, times, wrapped
 from maxbatch.batch.from_config import sparse_experts
 from maxbatch.batch_rules.findings import FINDINGS, WSD
@@ -298,6 +298,8 @@ def _split(advice: Advice) -> Iterator[str]:
     f"{about(step)}{step.step_seconds:.3g} s a step, about {gib_of(step.peak_bytes, step.capacity_bytes)}, "
     f"limited by {step.limited_by}"
   )
+  if split.stages:
+    yield from wrapped(without_stages(advice.asked, here))
   own = advice.asked.own_batch
   exact = float(own or advice.size.tokens / advice.asked.length)
   who = "You ask" if own else "The rules ask"

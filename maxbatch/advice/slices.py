@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from maxbatch.advice.asked import Asked, Place
 from maxbatch.advice.words import DAY, percent
 from maxbatch.batch_rules.rule import data_factor, data_overhead_of
+from maxbatch.command_line.screen import gib_of
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
 from maxbatch.estimate.chips import gpu_calibration
+from maxbatch.estimate.pipeline_roofline import Stages
 from maxbatch.estimate.step_roofline import StepRoofline
 from maxbatch.estimate.step_work import StepWork
 
@@ -115,7 +117,14 @@ def nearest(asked: Asked, place: Place, samples: float) -> int:
     UserError: no mesh of the place divides the model.
   """
   whole = max(1, round(samples))
-  near = divisible_batches(asked.work, place.devices_per_slice, whole, place.slices)
+  stages = asked.stages
+  near = divisible_batches(asked.work, place.devices_per_slice, whole, place.slices, stages)
+  if not near and stages:
+    raise UserError(
+      f"compile_topology={place.name}: ici_pipeline_parallelism={stages.in_slice} and "
+      f"dcn_pipeline_parallelism={stages.slices} do not divide {place.slices} × {place.devices_per_slice} devices; "
+      "take numbers of stages that are powers of 2"
+    )
   if not near:
     raise UserError(
       f"compile_topology={place.name}: {place.devices_per_slice} devices divide neither the model's "
@@ -126,13 +135,16 @@ def nearest(asked: Asked, place: Place, samples: float) -> int:
 
 # Some hundred estimates, of which the same are asked for more than once.
 @functools.lru_cache(maxsize=64)
-def split_of(work: StepWork, place: Place, samples: int) -> BatchSplit:
+def split_of(
+  work: StepWork, place: Place, samples: int, stages: Stages | None = None
+) -> BatchSplit:
   """Returns the fastest split of a batch that fits.
 
   Raises:
     UserError: it divides over no mesh, or nothing fits.
   """
-  return best_split(work, place.chip, place.devices_per_slice, samples, place.slices)
+  where = place.chip, place.devices_per_slice, samples, place.slices
+  return best_split(work, *where, stages=stages)
 
 
 def point(asked: Asked, goal: Goal, place: Place, samples: int) -> Point:
@@ -141,7 +153,7 @@ def point(asked: Asked, goal: Goal, place: Place, samples: int) -> Point:
   Raises:
     UserError: it divides over no mesh, or nothing fits.
   """
-  split = split_of(asked.work, place, samples)
+  split = split_of(asked.work, place, samples, asked.stages)
   batch_tokens = samples * asked.length
   tokens = goal.tokens_with(batch_tokens)
   steps = tokens / batch_tokens
@@ -155,6 +167,21 @@ def point(asked: Asked, goal: Goal, place: Place, samples: int) -> Point:
     steps=steps,
     seconds=seconds,
     cost=price * place.chips * seconds / 3600,
+  )
+
+
+def without_stages(asked: Asked, one: Point) -> str:
+  """Returns what a batch takes on the same place where no pipeline is asked for."""
+  place = one.place
+  try:
+    split = split_of(asked.work, place, one.split.batch)
+  except UserError as error:
+    return f"Without a pipeline: {error}"
+  keys = " ".join(f"{key}={value}" for key, value in split.keys.items() if "parallelism" in key)
+  step = split.step
+  return (
+    f"Without a pipeline: {keys}, {about(step)}{step.step_seconds:.3g} s a step, about "
+    f"{gib_of(step.peak_bytes, step.capacity_bytes)}"
   )
 
 
