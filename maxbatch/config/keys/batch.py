@@ -189,5 +189,5 @@ class PipelineConfig(Section, heading="the pipeline"):
   pipeline_saved_activations: Literal["input", "residuals", "auto"] = key(
     "input", CHANGEABLE, PIPELINE, old_names=("pipeline_stash",)
   )
-  """What a stage keeps for its backward pass: input (recomputes its layers; least memory), residuals
+  """What a stage keeps for its backward: input (recomputes layers; least memory), residuals
   (what remat_policy saves; less compute) or auto (the faster that fits)."""
