@@ -23,6 +23,7 @@ from maxbatch.compile.program import (
   capacity_bytes,
   compile_program,
   gib,
+  memory_of,
   refuse_if_too_large,
   state_bytes,
 )
@@ -484,3 +485,17 @@ def test_sizes_of_a_small_model_are_not_zero():
   assert memory_figures([*rows[:2], ("peak", 2**30)], 2**34)[-1].endswith(
     "1.000 GiB of 16.00: fits"
   )
+
+
+def test_what_hosts_hold_is_not_a_device_s_memory():
+  """Though the compiler's peak counts it: 3 bytes of the state, and at some time 4 of temporaries. A device holds
+  23 at most."""
+  names = ["argument", "output", "alias", "temp", "host_argument", "host_temp"]
+  sizes = dict(zip((f"{name}_size_in_bytes" for name in names), (8, 5, 5, 15, 3, 4), strict=True))
+
+  def of(peak: int) -> int:
+    known = types.SimpleNamespace(**sizes, peak_memory_in_bytes=peak)
+    step: Any = types.SimpleNamespace(memory_analysis=lambda: known)
+    return memory_of(step, "tpu").peak
+
+  assert (of(30), of(22)) == (23, 19)

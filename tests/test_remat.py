@@ -3,11 +3,14 @@
 import collections
 import functools
 import importlib.util
+import math
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.ad_checkpoint import print_saved_residuals
 from support import config
@@ -20,8 +23,10 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.models.registry import Parameters
 from maxbatch.models.remat import NAMED, POLICIES, kept, offload_obstacle, remat_policy
+from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.build import build_trainer, step_rows, traced_step
 from maxbatch.training.loss import loss_sum
+from maxbatch.training.model_parts import split_layers, to_stage_order
 from maxbatch.training.state import is_on_host
 from maxbatch.tuning.candidates import candidates
 from maxbatch.tuning.exploration import with_variants
@@ -154,9 +159,14 @@ def test_explore_tries_what_the_device_can_do():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no TPU compiler")
-def test_the_optimizers_state_is_kept_on_the_host():
-  """What mirrors a parameter; brought to the device for the update, and back."""
-  settings = config(optimizer_memory_host_offload="true", batch_size=8, ici_data_parallelism=4)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_optimizers_state_is_kept_on_the_host(stages: int):
+  """What mirrors a parameter; brought to the device for the update, and back. In a pipeline too."""
+  keys = {"ici_data_parallelism": 4 // stages, "base_num_decoder_layers": 4}
+  if stages > 1:
+    keys |= {"pipeline_schedule": "interleaved_1f1b", "ici_pipeline_parallelism": stages}
+    keys |= {"num_pipeline_microbatches": stages}
+  settings = config(optimizer_memory_host_offload="true", batch_size=8, **keys)
   plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 4))
   trainer = build_trainer(settings, plan, topology_devices("v5e-4"))
   state = trainer.abstract
@@ -169,3 +179,16 @@ def test_the_optimizers_state_is_kept_on_the_host():
     re.findall(r'annotate_device_placement.*?"(pinned_host|device)"', text)
   )
   assert min(placed["device"], placed["pinned_host"]) >= len(on_host)
+
+
+def test_layers_on_the_host_change_places_and_stay_there():
+  """With repeats a checkpoint has the layers in another order than the stages."""
+  pipeline = Pipeline("interleaved_1f1b", 2, 2, 1, 2, 1, 1, 1, 1, (2,), 1)
+  model = tiny_model("base_num_decoder_layers=4")
+  (path, shape), *_ = split_layers(model, model.shapes())[0].items()
+  values = np.arange(math.prod(shape.shape), dtype=np.float32).reshape(shape.shape)
+  device = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+  layers = unflatten_dict({path: jax.device_put(values, device)})
+  (staged,) = jax.tree.leaves(to_stage_order(model, pipeline, layers))
+  assert staged.sharding.memory_kind == "pinned_host"
+  np.testing.assert_array_equal(staged, values[[0, 2, 1, 3]])

@@ -199,7 +199,8 @@ def memory_of(step: jax.stages.Compiled, platform: str) -> ProgramMemory:
   """Returns what the compiler says of a step's memory.
 
   The peak is the compiler's on TPU and GPU. XLA's CPU compiler leaves temporaries out of it, so
-  there it is the sum of all that lives.
+  there it is the sum of all that lives. Theirs counts what is on hosts at that time too: what of the state is there
+  always is taken off, and it is at most the sum.
   """
   known = step.memory_analysis()
   assert known is not None
@@ -207,6 +208,8 @@ def memory_of(step: jax.stages.Compiled, platform: str) -> ProgramMemory:
   total = sizes[0] + sizes[1] - sizes[2] + known.temp_size_in_bytes
   peak = known.peak_memory_in_bytes if platform != "cpu" else 0
   host = known.host_temp_size_in_bytes + known.host_argument_size_in_bytes
+  if host:
+    peak = min(peak - known.host_argument_size_in_bytes, total)
   return ProgramMemory(*sizes, known.temp_size_in_bytes, peak or total, host)
 
 

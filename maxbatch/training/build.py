@@ -176,19 +176,10 @@ def _check_offloading(config: Config, platform: str) -> None:
   obstacle = offload_obstacle(config.model, platform, is_pipeline=is_pipeline)
   if obstacle:
     raise UserError(obstacle)
-  if not config.optimizer.optimizer_memory_host_offload:
-    return
-  key = "optimizer_memory_host_offload=true"
-  if platform == "cpu":
+  if config.optimizer.optimizer_memory_host_offload and platform == "cpu":
     raise UserError(
-      f"{key}: the devices are CPUs, whose memory is the host's already; use "
+      "optimizer_memory_host_offload=true: the devices are CPUs, whose memory is the host's already; use "
       "optimizer_memory_host_offload=false"
-    )
-  if is_pipeline:
-    raise UserError(
-      f"{key}: not with pipeline_schedule={config.pipeline.pipeline_schedule}, whose stages keep "
-      "their layers' state in another order; use optimizer_memory_host_offload=false, or "
-      "ici_fsdp_parallelism instead of a pipeline"
     )
 
 

@@ -300,10 +300,11 @@ def _reorder(model: Model, pipeline: Pipeline | None, tree: Any, *, inverse: boo
 
 
 def _take(leaf: jax.Array, order: np.ndarray) -> jax.Array:
-  """Returns `leaf[order]`; outside of jit one array at a time, with its sharding kept."""
+  """Returns `leaf[order]`; outside of jit one array at a time, on the devices, with its sharding kept."""
   if isinstance(leaf, Tracer):
     return leaf[order]
-  return jax.jit(lambda x: x[order], out_shardings=leaf.sharding)(leaf)
+  there = jax.memory.Space.Device
+  return jax.jit(lambda x: jax.device_put(x, there)[order], out_shardings=leaf.sharding)(leaf)
 
 
 class StageSums(NamedTuple):
