@@ -420,7 +420,6 @@ def test_what_the_advice_does_not_speak_of_is_refused(capsys):
     "pipeline_schedule=1f1b": "for example ici_pipeline_parallelism=4",
     "pipeline_schedule=1f1b ici_pipeline_parallelism=3": "for example ici_pipeline_parallelism=2 ",
     "pipeline_schedule=gpipe dcn_pipeline_parallelism=2": "do not divide 1 × 256 devices",
-    "pipeline_schedule=gpipe ici_pipeline_parallelism=2 accumulation=streamed": "accumulation=fused",
     "lora_rank=8": "do not cover adapters",
     "num_devices=8": "leave out num_devices=8",
     "compile_topology=v5p-17920": "power of 2",
@@ -569,6 +568,11 @@ def test_completions_are_divided_into_prompts_and_completions(capsys, configs):
   told = ask(capsys, *RL, "--explain")
   assert "policy-critical: noise = between prompts / B + within prompts / (B · K)\n" in told
   assert "But: GRPO with verified rewards" in told
+  # Every microbatch of completions has a timetable of its own, with a bubble.
+  place = *RL, "completions=2048", "compile_topology=v5p-128", "base_num_decoder_layers=4"
+  stages = "pipeline_schedule=1f1b", "ici_pipeline_parallelism=4"
+  whole, staged = (answer(capsys, *place, *more)["training_seconds"] for more in ((), stages))
+  assert staged > 1.2 * whole
 
 
 def test_measured_noise_decides_between_prompts_and_completions(capsys, configs):
@@ -592,6 +596,8 @@ def test_mistakes_about_completions_are_refused(capsys, configs):
   assert "completions=3072" not in refusal(capsys, *LLAMA, "completions=2048")
   assert "for example completions=32" in refusal(capsys, *RL, "completions=31")
   assert "measured no noise of its policy gradient" in refusal(capsys, *RL, "from_run=runs/x")
+  stages = "compile_topology=v5e-16", "pipeline_schedule=1f1b", "dcn_pipeline_parallelism=2"
+  assert "do not divide 1 × 16" in refusal(capsys, *RL, *stages, "base_num_decoder_layers=4")
 
 
 def test_compiling_takes_the_place_of_the_estimate(capsys, folder, monkeypatch):

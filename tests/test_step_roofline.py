@@ -96,6 +96,11 @@ def test_a_pipeline_is_about_as_fast_as_compiled(schedule, repeats, stash, secon
   again = pipeline_roofline(LLAMA, V5E, place, Fraction(1), 8, "full", stages)
   assert again.step_seconds < 2 * result.step_seconds
   assert again.utilisation > result.utilisation
+  alone = dataclasses.replace(stages, streamed=True)
+  streamed = pipeline_roofline(LLAMA, V5E, place, Fraction(1), 8, "full", alone)
+  single = pipeline_roofline(LLAMA, V5E, place, Fraction(1), 1, "full", alone)
+  assert streamed.microbatch_seconds == pytest.approx(single.microbatch_seconds)
+  assert single.microbatch_seconds > again.microbatch_seconds
 
 
 def test_few_tokens_on_many_devices_wait_for_the_links():

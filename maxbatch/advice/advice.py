@@ -128,7 +128,7 @@ def _sizes(asked: Asked, size: BatchSize) -> Sizes:
   if asked.place is None:
     samples = dividing(wanted, asked.batch_unit)
     return Sizes(samples, _phases(asked, size, samples, asked.batch_unit), 0, None)
-  samples = nearest(asked, asked.place, wanted)
+  samples = nearest(asked.work, asked.place, wanted, asked.stages)
   if not asked.own_batch:
     samples = _faster(asked, size, samples)
   split = split_of(asked.work, asked.place, samples, asked.stages)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from maxbatch.advice.prices import Price
-from maxbatch.batch.from_config import given_sizes
+from maxbatch.batch.from_config import given_sizes, is_rl
 from maxbatch.batch_rules.findings import Setting
 from maxbatch.batch_rules.published import expected_loss
 from maxbatch.batch_rules.rule import Training
@@ -233,15 +233,15 @@ def ask(
     loss=wishes.final_loss or expected_loss(parameters, tokens),
   )
   place = places[0] if places else None
-  stages = _stages(config) if place else None
+  stages = stages_of(config) if place else None
   return Asked(config, work, training, wishes, place, places[1:], mesh, given, prices, stages)
 
 
-def _stages(config: Config) -> Stages | None:
+def stages_of(config: Config) -> Stages | None:
   """Returns the stages that are asked for; None: there is no pipeline.
 
   Raises:
-    UserError: it is not said how many, layers do not divide, or each microbatch is to have a timetable.
+    UserError: it is not said how many, or layers do not divide.
   """
   keys, mesh = config.pipeline, config.mesh
   in_slice, slices = mesh.ici_pipeline_parallelism, mesh.dcn_pipeline_parallelism
@@ -252,11 +252,6 @@ def _stages(config: Config) -> Stages | None:
       f"pipeline_schedule={keys.pipeline_schedule} with ici_pipeline_parallelism={in_slice} and "
       f"dcn_pipeline_parallelism={slices}: on a slice the advice chooses the other axes of the mesh, and must know "
       "the stages; for example ici_pipeline_parallelism=4, or pipeline_schedule=none"
-    )
-  if config.batch.accumulation == "streamed":
-    raise UserError(
-      f"pipeline_schedule={keys.pipeline_schedule} with accumulation=streamed: the advice knows one timetable for "
-      "all microbatches of a step; for example accumulation=fused"
     )
   stages = Topology({"stage": in_slice}, {"stage": slices})
   schedule = with_least_bubble(config, stages).pipeline.pipeline_schedule
@@ -281,6 +276,7 @@ def _stages(config: Config) -> Stages | None:
     forwarding_delay=delay,
     stash=keys.pipeline_saved_activations,
     num_first_layers=config.model.first_num_dense_layers,
+    streamed=config.batch.accumulation == "streamed" or is_rl(config.rl),
   )
 
 

@@ -10,15 +10,16 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from maxbatch.advice.asked import Place
+from maxbatch.advice.asked import Place, stages_of
 from maxbatch.advice.batch_size import last_record_with
+from maxbatch.advice.slices import nearest, split_of
 from maxbatch.advice.words import DAY, percent, short, span, wrapped
 from maxbatch.batch_rules.post_training import CHOICES, EQUAL_GENERATIONS
 from maxbatch.command_line.screen import Table
 from maxbatch.config.find import shown, user_path
 from maxbatch.config.schema import Config, cached_numbers
 from maxbatch.errors import UserError
-from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
+from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.step_work import StepWork, step_work
 from maxbatch.noise.advice import cost
 from maxbatch.noise.prompts import within_at
@@ -167,10 +168,8 @@ def _seconds(config: Config, completions: int, place: Place) -> StepSeconds:
   Raises:
     UserError: the model does not fit, or the completions do not divide over the place.
   """
-  work = step_work(config)
-  near = divisible_batches(work, place.devices_per_slice, completions, place.slices)
-  batch = min(near, key=lambda each: abs(each - completions))
-  split = best_split(work, place.chip, place.devices_per_slice, batch, place.slices)
+  work, stages = step_work(config), stages_of(config)
+  split = split_of(work, place, nearest(work, place, completions, stages), stages)
   return StepSeconds(_rollout(config, work, completions, place), split.step.step_seconds, split)
 
 

@@ -110,15 +110,14 @@ class Goal:
     return self.least_tokens * data_factor(overhead)
 
 
-def nearest(asked: Asked, place: Place, samples: float) -> int:
-  """Returns the batch next to `samples` that the place can divide.
+def nearest(work: StepWork, place: Place, samples: float, stages: Stages | None) -> int:
+  """Returns the batch next to `samples` that the place can divide, in stages of a pipeline if there are any.
 
   Raises:
     UserError: no mesh of the place divides the model.
   """
   whole = max(1, round(samples))
-  stages = asked.stages
-  near = divisible_batches(asked.work, place.devices_per_slice, whole, place.slices, stages)
+  near = divisible_batches(work, place.devices_per_slice, whole, place.slices, stages)
   if not near and stages:
     raise UserError(
       f"compile_topology={place.name}: ici_pipeline_parallelism={stages.in_slice} and "
@@ -207,7 +206,7 @@ class Curve:
 def curve(asked: Asked, goal: Goal, place: Place, samples: int) -> Curve | None:
   """Returns time against data for batches around `samples`; None if the model does not fit."""
   try:
-    sizes = {nearest(asked, place, factor * samples) for factor in _LADDER}
+    sizes = {nearest(asked.work, place, factor * samples, asked.stages) for factor in _LADDER}
   except UserError:
     return None
   results: list[Point] = []
@@ -240,7 +239,8 @@ def elsewhere(asked: Asked, goal: Goal, samples: int) -> list[Point]:
   results = []
   for place in asked.elsewhere:
     try:
-      results.append(point(asked, goal, place, nearest(asked, place, samples)))
+      near = nearest(asked.work, place, samples, asked.stages)
+      results.append(point(asked, goal, place, near))
     except UserError as error:
       reason = str(error).removeprefix(f"compile_topology={place.name}: ")
       raise UserError(f"compare_with={place.name}: {reason}") from None

@@ -49,6 +49,8 @@ class Stages:
   """pipeline_saved_activations; auto: residuals where they fit."""
   num_first_layers: int = 0
   """Layers that every stage has."""
+  streamed: bool = False
+  """Whether every microbatch of gradient accumulation has a timetable of its own."""
 
   @property
   def count(self) -> int:
@@ -85,7 +87,7 @@ def pipeline_roofline(
     per_device: samples of a microbatch of gradient accumulation on one device; the stages divide it into
       their fewest microbatches, so that it is also what a device of a stage has of each of these, h of them
       for each stage.
-    num_microbatches: of gradient accumulation, in one timetable.
+    num_microbatches: of gradient accumulation.
   """
   if stages.stash == "auto":
     given = work, chip, mesh, per_device, num_microbatches, remat
@@ -97,23 +99,22 @@ def pipeline_roofline(
   of_stage, alone = stages.of_work(work), _without_stages(mesh)
   size = per_device / stages.forwarding_delay
   p, v = stages.count, stages.repeats
-  shape = TimetableShape(
-    p, num_microbatches * stages.fewest_microbatches, v, stages.forwarding_delay
-  )
+  timetables = num_microbatches if stages.streamed else 1
+  pieces = num_microbatches * stages.fewest_microbatches
+  shape = TimetableShape(p, pieces // timetables, v, stages.forwarding_delay)
   one = step_roofline(of_stage, chip, alone, size, 1, remat, step_rates(chip))
   held = memory_work(of_stage, chip, alone, size, remat)
-  ticks = (shape.forwards_per_stage + shape.warmup_ticks) / v
+  ticks = timetables * (shape.forwards_per_stage + shape.warmup_ticks) / v
   again = float(_AGAIN[remat]) if stages.stash == "input" else 1.0
   replicas = one.rest_seconds - one.parts["optimizer"]
   parts = {part: ticks * again * one.parts[part] for part in _LAYERS} | {
-    "head": shape.microbatches * one.parts["head"] / p,
-    "embedding": shape.microbatches * one.parts["embedding"],
+    "head": pieces * one.parts["head"] / p,
+    "embedding": pieces * one.parts["embedding"],
     "collectives": ticks * one.parts["collectives"] + replicas,
     "optimizer": one.parts["optimizer"],
   }
-  if (
-    stages.forwarding_delay == 1
-  ):  # Nothing runs beside an exchange, an output and a gradient a tick.
+  if stages.forwarding_delay == 1:
+    # Nothing runs beside an exchange, of an output and a gradient in a tick.
     bandwidth = chip.dcn_bandwidth if stages.slices > 1 else chip.ici_bandwidth
     parts["collectives"] += ticks * v * 2 * held["stream"] / bandwidth
   seconds = sum(parts.values())
@@ -121,7 +122,7 @@ def pipeline_roofline(
   limits = RooflineSeconds(
     *(scale * x for x in (one.limits.compute, one.limits.memory, one.limits.interconnect))
   )
-  tokens = shape.microbatches * float(size * work.length) * alone.num_devices
+  tokens = pieces * float(size * work.length) * alone.num_devices
   peak = mesh.num_devices * chip.peak_flops
   return dataclasses.replace(
     one,
