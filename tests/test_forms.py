@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support import mesh
 from tiny_model import loud_parameters, random_rows, tiny_model
 
@@ -16,6 +17,7 @@ from maxbatch.core.topology import Topology
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.hardware.sharding import constrain, make_mesh
 from maxbatch.models import forms
+from maxbatch.models.layers import Projection
 from maxbatch.precision.policy import PLAIN
 from maxbatch.training.loss import loss_parts
 
@@ -94,6 +96,28 @@ def test_tokens_are_looked_up_by_columns_as_they_are_in_the_whole_table(in_both,
   assert "all_to_all" not in text_of_narrow
   assert_close(by_columns, whole, 1e-6)
   np.testing.assert_array_equal(by_columns[0], arrays[0][ids_BT])
+
+
+def test_a_kernel_whose_last_dim_devices_divide_is_gathered_along_the_first(in_both):
+  axes = "heads", "head_dim", "embed"
+  projection = Projection(nnx.Rngs(0), (N, H), (8,), axes, bias=False)
+  graph, weights, others = nnx.split(projection, nnx.Param, ...)
+  random = np.random.default_rng(0)
+  x_BTNH, d_BTD = (jnp.float32(random.normal(size=(4, T, *each))) for each in ((N, H), (8,)))
+
+  def differentiated(weights, x_BTNH, d_BTD):
+    def project(weights, x_BTNH):
+      return nnx.merge(graph, weights, others)(x_BTNH)
+
+    weights = jax.tree.map(lambda x: constrain(x, axes), weights)
+    y_BTD, pullback = jax.vjp(project, weights, x_BTNH)
+    return y_BTD, pullback(d_BTD)
+
+  with jax.set_mesh(mesh(fsdp=4)):
+    plain, turned = in_both("tpu", differentiated, weights, x_BTNH, d_BTD)
+    text = jax.jit(differentiated).lower(weights, x_BTNH, d_BTD).as_text()
+  assert f"-> tensor<8x{N}x{H}xf32>" in text
+  assert_close(turned, plain, 1e-6)
 
 
 @pytest.mark.parametrize("device", ["tpu", "gpu"])

@@ -8,7 +8,7 @@ matrices, S slots, M of a block (models/grouped.py).
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,21 @@ def projected(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
   rows = x.reshape(*batch, matrix.shape[0])
   y = rows.reshape(-1, matrix.shape[0]) @ matrix
   return y.reshape(*batch, *kernel.shape[num_inputs:])
+
+
+def is_turned(axes: LogicalAxes, shape: Sequence[int]) -> bool:
+  """Returns whether devices gather a kernel of heads with its last dim first, for `turned_product`.
+
+  On TPU where they divide it: gathered along it, heads are moved once more. Not in a pipeline's stage.
+  """
+  is_piped = jax.sharding.get_abstract_mesh().shape.get("stage", 1) > 1
+  return is_for_tpu() and len(shape) > 2 and not is_piped and has_columns(axes, shape)
+
+
+def turned_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Returns `projected` by a kernel whose first dim is the output's."""
+  first = x.ndim - kernel.ndim + 1
+  return jnp.tensordot(x, kernel, (tuple(range(first, x.ndim)), tuple(range(1, kernel.ndim))))
 
 
 def weight_gradient(x: jax.Array, d_y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -130,12 +145,20 @@ _rotated_whole = jax.custom_vjp(_turned, nondiff_argnums=(3,))
 _rotated_whole.defvjp(_rotated_forward, _rotated_backward)
 
 
+def barrier(arrays: Any) -> Any:
+  """Returns the arrays; on TPU they, and their gradients, are computed before what reads them.
+
+  A product that is fused with a gate computes it anew for every block of its columns.
+  """
+  return jax.lax.optimization_barrier(arrays) if is_for_tpu() else arrays
+
+
 def barrier_gradients(arrays: Any, *, on_gpu: bool = False) -> Any:
   """Returns the arrays; on TPU, and on GPU if asked, their gradients are computed before what reads them.
 
   Otherwise the compiler fuses the elementwise operations that give them into each of these products,
   which computes them again for every block of its columns: 7% of a microbatch of two layers of
-  Llama-2-7B on one v5e. Barriers around forward values and norms, too, cost more than they save.
+  Llama-2-7B on one v5e.
   """
   return _with_barrier(arrays) if is_for_tpu() or (on_gpu and is_for_gpu()) else arrays
 

@@ -19,7 +19,14 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.core.terms import Ratio, Stat, Stats, Terms, map_stats
 from maxbatch.data.rows import in_order
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
-from maxbatch.models.forms import barrier_gradients, gelu, projected
+from maxbatch.models.forms import (
+  barrier,
+  barrier_gradients,
+  gelu,
+  is_turned,
+  projected,
+  turned_product,
+)
 from maxbatch.models.probes import Probe, for_each_row, given_out, probe, probe_values, product
 from maxbatch.models.remat import named
 from maxbatch.precision.policy import PLAIN, Policy
@@ -76,6 +83,11 @@ class Parameter(nnx.Param):
   def ready(self, policy: Policy) -> jax.Array:
     """Returns the value in the format of the computation, gathered from where it is stored."""
     return gathered(policy.cast(self[...]), self.axes)
+
+  def turned(self, policy: Policy) -> jax.Array:
+    """Returns it likewise, with the last dim first."""
+    *others, last = self.axes
+    return gathered(jnp.moveaxis(policy.cast(self[...]), -1, 0), (last, *others))
 
   @property
   def axes(self) -> LogicalAxes:
@@ -170,10 +182,12 @@ class Projection(nnx.Module):
     self, x: jax.Array, name: str, parameter: Parameter, num_inputs: int
   ) -> jax.Array:
     """Multiplies x by the parameter of that name, whose first dims are the last of x."""
-    kernel, probe = parameter.ready(self.policy), probe_values(self.probe, name)
-    if probe is None:
-      return projected(x, kernel, num_inputs)
-    return product(x, kernel, num_inputs, probe, parameter.axes)
+    probe = probe_values(self.probe, name)
+    if probe is not None:
+      return product(x, parameter.ready(self.policy), num_inputs, probe, parameter.axes)
+    if is_turned(parameter.axes, parameter.shape):
+      return turned_product(x, parameter.turned(self.policy))
+    return projected(x, parameter.ready(self.policy), num_inputs)
 
 
 class Matrix(nnx.Module):
@@ -275,13 +289,16 @@ class FeedForward(nnx.Module):
   @jax.named_scope("mlp")
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """Applies the layer: (B, T, D) → (B, T, D)."""
+    # Else the sums of the norm's gradient are formed while the products that give it are.
+    x_BTD = barrier_gradients(x_BTD)
     if self.gate is None:
       # Else a GPU forms GELU's gradient a second time for the sum that is the bias's.
       h_BTF = gelu(barrier_gradients(self.up(x_BTD), on_gpu=True))
     else:
       up_BTF, gate_BTF = barrier_gradients((self.up(x_BTD), self.gate(x_BTD)))
       h_BTF = gated_product(self.config, gate_BTF, up_BTF)
-    return self.down(constrain(self.policy.cast(h_BTF), ("batch", "length", "mlp")))
+    h_BTF = barrier(self.policy.cast(h_BTF))
+    return self.down(constrain(h_BTF, ("batch", "length", "mlp")))
 
 
 def gated_product(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:

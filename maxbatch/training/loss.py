@@ -21,7 +21,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.hardware.shard_maps import over_rows, summed_over_tokens, summed_part
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models.context_attention import token_order
-from maxbatch.models.forms import barrier_gradients, chosen, largest_and_sum
+from maxbatch.models.forms import barrier, barrier_gradients, chosen, largest_and_sum
 from maxbatch.models.layers import outputs_of
 from maxbatch.models.probes import TiedProbe, row_squares
 from maxbatch.models.registry import (
@@ -285,6 +285,8 @@ def _with_gradients(
     d_hidden = (d_logits_XV @ matrix_DV.T).reshape(hidden.shape) if of_hidden else None
     if not of_matrix:
       return d_hidden, None
+    # The matrix, read no more, then needs no memory beside its gradient.
+    d_hidden, hidden_XD = barrier((d_hidden, hidden_XD)) if is_kept else (d_hidden, hidden_XD)
     return d_hidden, jnp.matmul(hidden_XD.T, d_logits_XV, preferred_element_type=jnp.float32)
 
   def add_tile(carry, tile):
@@ -296,11 +298,9 @@ def _with_gradients(
     if is_kept:
       return (_add(total, new), None), d_logits_BCV
     d_hidden_BCD, d_tile_DV = gradients(tile[0], d_logits_BCV)
-    total = _add(total, new)
-    return (total, d_matrix_DV + d_tile_DV if of_matrix else None), d_hidden_BCD
+    return (_add(total, new), d_matrix_DV + d_tile_DV if of_matrix else None), d_hidden_BCD
 
-  is_summed = of_matrix and not is_kept
-  d_matrix_DV = jnp.zeros(matrix_DV.shape, jnp.float32) if is_summed else None
+  d_matrix_DV = jnp.zeros(matrix_DV.shape, jnp.float32) if of_matrix and not is_kept else None
   cut = cut_tokens(options.tiles, hidden_BTD, targets_BT, weights_BT)
   zeros = _zero(options.metrics), d_matrix_DV
   (total, d_matrix_DV), d_hidden = scan_tiles(add_tile, zeros, cut, options.tiles)
