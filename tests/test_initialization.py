@@ -314,13 +314,18 @@ def test_a_checkpoint_from_before_these_keys_resumes(text, folder, capsys):
 @pytest.mark.usefixtures("optimized")
 def test_what_compiles_a_beginning_in_half_the_time_gives_the_same_bits():
   settings = config(batch_size=8)
-  plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 2))
-  trainer = build_trainer(settings, plan, jax.devices()[:2])
-  create, key = cast(Any, trainer._create), jax.random.key(3)
-  lowered = create.lower(key)
+  key = jax.random.key(3)
+
+  def lowered(num_devices: int) -> Any:
+    plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, num_devices))
+    trainer = build_trainer(settings, plan, jax.devices()[:num_devices])
+    return cast(Any, trainer._create).lower(key)
+
+  # Two simulated devices form a part each of what both of them hold.
   quick, usual = (
-    jax.tree.leaves(lowered.compile(compiler_options=options)(key).parameters)
-    for options in ({}, {"xla_backend_optimization_level": 3})
+    jax.tree.leaves(lowered(count).compile(compiler_options=options)(key).parameters)
+    for count, options in ((2, {}), (1, {"xla_backend_optimization_level": 3}))
   )
   for one, other in zip(quick, usual, strict=True):
     np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert one.sharding.is_fully_replicated

@@ -204,3 +204,14 @@ def test_evaluation_has_no_dropout_and_no_z_loss():
     function = eval_function(parts, rows)
     results.append(float(function(fresh(parts).params, rows).loss))
   assert results[0] == results[1]
+
+
+def test_an_evaluation_on_cpus_has_one_body_for_all_layers():
+  """Also where scan_layers=false compiles each layer of the step on its own."""
+  rows = uneven_rows(ROWS, T)
+
+  def text(scan_layers: bool) -> str:
+    parts = trainer(scan_layers=scan_layers)
+    return eval_function(parts, rows).trace(parts.abstract.parameters, rows).lower().as_text()
+
+  assert text(scan_layers=False) == text(scan_layers=True)

@@ -15,6 +15,7 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.core.terms import Stats, Terms
 from maxbatch.models.attention import AttentionContext, LayerContexts
 from maxbatch.models.cache import Cache, KeysValues, LayerCache
+from maxbatch.models.forms import is_for_gpu, is_for_tpu
 from maxbatch.models.layers import Outputs, fold, hidden_of, outputs_of, over_layers, with_sums
 from maxbatch.models.remat import remat_policy
 
@@ -132,10 +133,20 @@ def _length(parameters: nnx.State) -> int:
 
 
 def _unstack(parameters: nnx.State, length: int) -> list[nnx.State]:
-  """Splits stacked parameters by layer; unlike indexing, with one concatenation as its gradient."""
+  """Splits stacked parameters by layer; unlike indexing, with one concatenation as its gradient.
+
+  On CPU vectors are taken apart before what reads them: fused with it, the place of each layer's would
+  make a kernel of its own to compile.
+  """
   leaves, structure = jax.tree.flatten(parameters)
   pieces = [jax.lax.split(leaf, (1,) * length, axis=0) for leaf in leaves]
+  is_on_cpu = not (is_for_tpu() or is_for_gpu())
+
+  def of_layer(piece: jax.Array) -> jax.Array:
+    one = piece.squeeze(0)
+    return jax.lax.optimization_barrier(one) if is_on_cpu and one.ndim == 1 else one
+
   return [
-    jax.tree.unflatten(structure, [piece[index].squeeze(0) for piece in pieces])
+    jax.tree.unflatten(structure, [of_layer(piece[index]) for piece in pieces])
     for index in range(length)
   ]

@@ -22,6 +22,7 @@ from maxbatch.core.accumulate import Squares
 from maxbatch.core.terms import Ratio, Sum, zeros_of
 from maxbatch.core.train_step import StepOptimizer
 from maxbatch.core.train_step import Sums as StepSums
+from maxbatch.hardware.compiler_flags import CompilerFlags, quick_flags
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.precision.loss_scale import LossScale, LossScaling
@@ -186,23 +187,38 @@ def shardings(abstract: Any) -> Any:
 def state_initializer(parts: StateParts, abstract: TrainState) -> Callable[[jax.Array], TrainState]:
   """Returns a function from a random key to a fresh state, created in its place: no device ever holds
   more than its share."""
-  return jax.jit(
-    lambda key: parts.begin(parts.model.init(key)),
-    out_shardings=shardings(abstract),
-    compiler_options=_run_once(abstract),
-  )
+  divided = _divided(abstract.parameters)
+
+  def begin(key: jax.Array) -> TrainState:
+    return parts.begin(jax.lax.with_sharding_constraint(parts.model.init(key), divided))
+
+  return jax.jit(begin, out_shardings=shardings(abstract), compiler_options=_run_once(abstract))
 
 
-def _run_once(abstract: TrainState) -> dict[str, int] | None:
-  """Returns options for a program that runs once: on CPU, LLVM takes half the time at its level 1.
+def _divided(parameters: Parameters) -> Any:
+  """Returns the shardings in which random parameters are formed before they come to their places.
 
-  Random numbers of each parameter make long code; the bits are the same (tests/test_initialization.py).
-  Where jax is told to optimize even less, that stays.
+  Simulated devices share the processor, where each would form what all of them hold: so each forms a part.
+  """
+  mesh = jax.tree.leaves(parameters)[0].sharding.mesh
+  shares = mesh.devices.flat[0].platform == "cpu" and jax.process_count() == 1
+
+  def divide(leaf: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+    dim = next((i for i, size in enumerate(leaf.shape) if size % mesh.size == 0), None)
+    if dim is None or not shares or not leaf.sharding.is_fully_replicated:
+      return leaf.sharding
+    return NamedSharding(mesh, PartitionSpec(*[None] * dim, mesh.axis_names))
+
+  return jax.tree.map(divide, parameters)
+
+
+def _run_once(abstract: TrainState) -> dict[str, Any] | None:
+  """Returns options for programs that run once: random numbers of each parameter make long code.
+
+  The bits are the same (tests/test_initialization.py).
   """
   device = next(iter(jax.tree.leaves(abstract)[0].sharding.device_set))
-  if device.platform != "cpu" or jax.config.values["jax_disable_most_optimizations"]:
-    return None
-  return {"xla_backend_optimization_level": 1}
+  return CompilerFlags(of_platform=quick_flags(device.platform)).options
 
 
 def state_beginner(
