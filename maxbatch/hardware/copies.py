@@ -8,6 +8,7 @@ is written last, so a slot that a killed process was writing to holds nothing.
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from maxbatch.command_line.signals import SUPERVISOR
+from maxbatch.hardware.messages import Order, split_address
 
 MOST_TIME = 0.01
 """Of the time copies may take."""
@@ -43,7 +44,7 @@ class Piece:
   """Bytes from the end of the header."""
   nbytes: int
   alone: bool
-  """Whether no process on another host has it too."""
+  """Whether no other host has it, nor a process of this host that comes before."""
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -66,18 +67,21 @@ class Header:
     """Bytes of all pieces."""
     return sum(piece.nbytes for pieces in self.pieces.values() for piece in pieces)
 
+  @functools.cached_property
+  def data_offset(self) -> int:
+    """Where in its slot the pieces begin."""
+    return _LENGTH_BYTES + len(self.encoded())
+
   def encoded(self) -> bytes:
     """Returns it as JSON."""
     return json.dumps(dataclasses.asdict(self)).encode()
 
   @classmethod
-  def decoded(cls, text: bytes) -> Self:
-    """Returns what `encoded` gave. Raises ValueError, KeyError or TypeError: it is something else."""
-    values = json.loads(text)
+  def of(cls, values: Mapping[str, Any]) -> Self:
+    """Returns what JSON has made of one. Raises KeyError or TypeError: it is something else."""
     pieces = {
       name: [
-        Piece(tuple(one["start"]), tuple(one["stop"]), one["offset"], one["nbytes"], one["alone"])
-        for one in each
+        Piece(**one | {"start": tuple(one["start"]), "stop": tuple(one["stop"])}) for one in each
       ]
       for name, each in values["pieces"].items()
     }
@@ -132,9 +136,9 @@ class Slot:
 
   def finish(self, header: Header) -> None:
     """Has it hold what was written since `begin`, and no memory of a larger copy before."""
-    length = len(header.encoded())
-    os.ftruncate(self.descriptor, _LENGTH_BYTES + length + header.data_bytes)
-    os.pwrite(self.descriptor, length.to_bytes(_LENGTH_BYTES, "little"), 0)
+    begins = header.data_offset
+    os.ftruncate(self.descriptor, begins + header.data_bytes)
+    os.pwrite(self.descriptor, (begins - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little"), 0)
 
   def read(self, offset: int, count: int) -> bytes:
     """Returns so many bytes from the beginning of the file on; fewer at its end."""
@@ -161,38 +165,9 @@ def header_of(read: Read) -> Header | None:
   if not length:
     return None
   try:
-    return Header.decoded(read(_LENGTH_BYTES, length))
+    return Header.of(json.loads(read(_LENGTH_BYTES, length)))
   except (ValueError, LookupError, TypeError):
     return None
-
-
-def data_offset(read: Read) -> int:
-  """Returns where the pieces begin."""
-  return _LENGTH_BYTES + int.from_bytes(read(0, _LENGTH_BYTES), "little")
-
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-  """What a supervisor tells the training process that it starts."""
-
-  generation: int
-  process: int
-  domains: list[int]
-  """For each process the number of its host: hosts fail one by one."""
-  link: int
-  """File descriptor of a socket to the supervisor."""
-  slots: list[int]
-  """Of the files for this process's own copies."""
-  copy: list[int] | None
-  """Generation and step of the copy to resume from; None: the supervisors have none."""
-  sources: list[dict[str, Any]]
-  """Where its parts are, the nearest first: {"slot": descriptor} or {"address": HOST:PORT, "key": …}."""
-
-  @classmethod
-  def of_environment(cls, environment: Mapping[str, str]) -> Self | None:
-    """Returns what this process's supervisor has said; None where it has none."""
-    text = environment.get(SUPERVISOR)
-    return cls(**json.loads(text)) if text else None
 
 
 class Remote:
@@ -200,9 +175,8 @@ class Remote:
 
   def __init__(self, address: str, key: Sequence[int]) -> None:
     """Connects. Raises OSError: nobody answers there."""
-    host, _, port = address.rpartition(":")
     self._key = list(key)
-    self._connection = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
+    self._connection = socket.create_connection(split_address(address), timeout=_CONNECT_SECONDS)
     self._file = self._connection.makefile("rb")
 
   def __call__(self, offset: int, count: int) -> bytes:
@@ -216,20 +190,13 @@ class MemoryCopies:
   """The copies of a training process: it writes its own, and reads all that its supervisor names."""
 
   def __init__(self, order: Order, num_devices: int, period: int) -> None:
-    """Says how many devices this process has.
-
-    Args:
-      order: what its supervisor has said.
-      num_devices: of this process.
-      period: steps between copies; -1: as few as take MOST_TIME.
-    """
+    """Says how many devices this process has; `period` is steps between copies, -1: as few as MOST_TIME."""
     self._period, self._is_first = period, True
     self.next_step = 1
     """The step after which a copy is due, if it has been reached."""
     self._order, self.domains = order, order.domains
     self._own = [Slot(descriptor) for descriptor in order.slots]
-    self._sources = [dict(source) for source in order.sources]
-    self._opened: list[tuple[Header, Read, int]] = []
+    self._sources, self._opened = list(order.sources), list[tuple[Header, Read]]()
     self._unsent = False
     self._say({"kind": "devices", "count": num_devices})
 
@@ -258,7 +225,7 @@ class MemoryCopies:
     low, high = [start for start, _, _ in bounds], [stop for _, stop, _ in bounds]
     result = np.empty([max(0, b - a) for a, b in zip(low, high, strict=True)], dtype)
     missing, seen = result.size, set[tuple[int, ...]]()
-    for header, read, begins in self._headers():
+    for header, read in self._headers():
       for piece in header.pieces.get(name, ()):
         if not missing:
           return result
@@ -267,7 +234,7 @@ class MemoryCopies:
         if piece.start in seen or any(a >= b for a, b in zip(first, last, strict=True)):
           continue
         seen.add(piece.start)
-        content = read(begins + piece.offset, piece.nbytes)
+        content = read(header.data_offset + piece.offset, piece.nbytes)
         values = np.frombuffer(content, dtype).reshape(piece.shape)
         to = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, low, strict=True))
         of = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece.start, strict=True))
@@ -277,8 +244,8 @@ class MemoryCopies:
       raise OSError(f"{missing} elements of {name} are in no copy")
     return result
 
-  def _headers(self) -> Iterator[tuple[Header, Read, int]]:
-    """Yields each source's header, how to read it, and where its pieces begin."""
+  def _headers(self) -> Iterator[tuple[Header, Read]]:
+    """Yields each source's header, and how to read it."""
     yield from self._opened
     while self._sources:
       source = self._sources.pop(0)
@@ -286,18 +253,13 @@ class MemoryCopies:
         Slot(source["slot"]).read if "slot" in source else Remote(source["address"], source["key"])
       )
       if header := header_of(read):
-        self._opened.append((header, read, data_offset(read)))
+        self._opened.append((header, read))
         yield self._opened[-1]
     if not self._opened:
       raise OSError("the supervisors' copies are not there any more")
 
   def plan_next(self, step: int, seconds: float, step_seconds: float) -> None:
-    """Chooses the step after which the next copy is due.
-
-    Args:
-      step: of the one that took `seconds`.
-      step_seconds: how long a step takes.
-    """
+    """Chooses when the next copy is due, as the one of `step` took `seconds` and a step `step_seconds`."""
     period = max(1, math.ceil(seconds / step_seconds / MOST_TIME))
     # The first one of a start compiles what it needs.
     period = min(period, SECOND_AFTER_STEPS) if self._is_first else period
@@ -327,13 +289,13 @@ class MemoryCopies:
     for name, leaf in leaves.items():
       holders, pieces[name] = _holders(leaf), []
       for start, stop, data in _parts(leaf):
-        alone = len({self._order.domains[process] for process in holders[start]}) < 2
+        alone = _sender(holders[start], self._order.domains) == self._order.process
         pieces[name].append(Piece(start, stop, offset, data.nbytes, alone))
         arrays.append(data)
         offset += data.nbytes
     header = Header((self._order.generation, record["step"], self._order.process), record, pieces)
     slot = min(self._own, key=lambda slot: slot.made)
-    written = slot.write(header, (_bytes(np.asarray(data)) for data in arrays))
+    written = slot.write(header, map(_bytes, arrays))
     self._say({"kind": "copied", "step": record["step"], "slot": self._own.index(slot)})
     self._unsent = True
     return written
@@ -351,22 +313,59 @@ def _holders(leaf: Any) -> dict[tuple[int, ...], set[int]]:
   return result
 
 
-def kept_bytes(leaves: Iterable[Any], domains: Sequence[int] = ()) -> tuple[int, int]:
-  """Returns the most that a host keeps of its own processes' state, and of its neighbour's.
+def _sender(holders: Iterable[int], domains: Sequence[int]) -> int | None:
+  """Returns which of the processes that have a part sends it; None: they are on several hosts."""
+  return min(holders) if len({domains[one] for one in holders}) == 1 else None
+
+
+def choose_keepers(domains: Sequence[int]) -> list[int | None]:
+  """Returns for each process the one that keeps what no other host has; None: there is no other host.
+
+  No host has more copies in memory than need be, its own processes' included. As far as that allows they
+  go to the next host in the ring, so that only two neighbours can lose a part.
+
+  Args:
+    domains: for each process the number of its host.
+  """
+  left, total = collections.Counter(domains), collections.Counter(domains)
+  ring = list(left)
+  for _ in domains:
+    total[min(ring, key=total.__getitem__)] += 1
+  room = total - left
+  there = {host: [one for one, on in enumerate(domains) if on == host] for host in ring}
+  keepers: list[int | None] = [None] * len(domains)
+  for place, own in enumerate(ring if len(ring) > 1 else ()):
+    others = ring[place + 1 :] + ring[:place]
+    for process in there[own]:
+      # A host that sends or takes each of the copies that are left must have this one.
+      needed = [one for one in others if left[one] + room[one] == left.total()]
+      host = next(one for one in needed or others if room[one])
+      keepers[process] = there[host][-room[host] % len(there[host])]
+      left[own] -= 1
+      room[host] -= 1
+  return keepers
+
+
+def kept_bytes(leaves: Iterable[Any], domains: Sequence[int]) -> tuple[int, int]:
+  """Returns what the host that keeps most keeps of its own processes' state, and of others'.
 
   Args:
     leaves: the state's arrays, abstract or not, with their shardings.
-    domains: for each process the number of its host; none: each is on a host of its own.
+    domains: for each process the number of its host.
   """
-  own, alone = collections.Counter[int](), collections.Counter[int]()
+  keepers = choose_keepers(domains)
+  own, others = collections.Counter[int](), collections.Counter[int]()
   for leaf in leaves:
-    size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
-    for processes in _holders(leaf).values():
-      hosts = collections.Counter(domains[one] if domains else one for one in processes)
-      own.update({host: count * size for host, count in hosts.items()})
-      alone.update({host: count * size for host, count in hosts.items() if len(hosts) == 1})
-  several = len(own) > 1
-  return SLOTS * max(own.values(), default=0), SLOTS * max(alone.values(), default=0) * several
+    size = SLOTS * math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+    for holders in _holders(leaf).values():
+      for process in holders:
+        own[domains[process]] += size
+      sender = _sender(holders, domains)
+      keeper = None if sender is None else keepers[sender]
+      if keeper is not None:
+        others[domains[keeper]] += size
+  host = max(own, key=lambda host: own[host] + others[host])
+  return own[host], others[host]
 
 
 def _parts(leaf: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Any]]:
@@ -380,7 +379,7 @@ def _parts(leaf: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Any]]:
       yield start, tuple(last for _, last, _ in bounds), shard.data
 
 
-def _bytes(array: np.ndarray) -> memoryview:
+def _bytes(array: Any) -> memoryview:
   return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 

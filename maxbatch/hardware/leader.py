@@ -17,6 +17,7 @@ from typing import Any
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted
 from maxbatch.errors import EXIT_DIVERGED, EXIT_PROCESS_FAILED, EXIT_ROWS, EXIT_USER_ERROR
+from maxbatch.hardware.copies import choose_keepers
 from maxbatch.hardware.messages import (
   PINGS_PER_LIMIT,
   Connection,
@@ -33,7 +34,6 @@ from maxbatch.hardware.restarts import (
   has_finished,
   headers_of,
   how_ended,
-  neighbour,
   newest_copy,
 )
 from maxbatch.run_folder.events import FAULT, JOINED, RESTART, EventLog
@@ -256,15 +256,15 @@ class Leader:
     hosts = [self._star.members[own].connection.host for own in used]
     alike = len(set(hosts)) == 1
     domains = [number if alike else hosts.index(host) for number, host in enumerate(hosts)]
+    keepers = choose_keepers(domains)
     shared = {"kind": "start", "generation": self._place.generation, "copy": list(copy)}
     self._is_new, self._place.members = False, there
     for own in there:
-      message: Message = shared | {"members": there, "next": ""}
+      message: Message = shared | {"members": there, "keeper": ""}
       if own in used:
         number = used.index(own)
-        following = neighbour(number, domains)
-        if following is not None:
-          message["next"] = self._address_for(own, used[following])
+        if (keeper := keepers[number]) is not None:
+          message["keeper"] = self._address_for(own, used[keeper])
         message["keys"] = keys | ({"process_id": str(number)} if count > 1 else {})
         message["order"] = {
           "generation": self._place.generation,

@@ -6,8 +6,8 @@ import dataclasses
 import json
 import os
 import traceback
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Self
 
 from maxbatch.command_line.signals import SUPERVISOR
 from maxbatch.errors import EXIT_PROCESS_FAILED
@@ -193,6 +193,30 @@ def split_address(address: str) -> tuple[str, int]:
 def address_of(host: str, port: int) -> str:
   """Returns HOST:PORT."""
   return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+  """What a supervisor tells the training process that it starts."""
+
+  generation: int
+  process: int
+  domains: list[int]
+  """For each process the number of its host: hosts fail one by one."""
+  link: int
+  """File descriptor of a socket to the supervisor."""
+  slots: list[int]
+  """Of the files for this process's own copies."""
+  copy: list[int] | None
+  """Generation and step of the copy to resume from; None: the supervisors have none."""
+  sources: list[dict[str, Any]]
+  """Where its parts are, the nearest first: {"slot": descriptor} or {"address": HOST:PORT, "key": …}."""
+
+  @classmethod
+  def of_environment(cls, environment: Mapping[str, str]) -> Self | None:
+    """Returns what this process's supervisor has said; None where it has none."""
+    text = environment.get(SUPERVISOR)
+    return cls(**json.loads(text)) if text else None
 
 
 def await_order() -> list[str]:

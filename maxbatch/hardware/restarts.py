@@ -104,7 +104,7 @@ def _divided_batches(config: Config) -> Iterator[BatchConfig]:
 
 def headers_of(about: Message) -> list[Header]:
   """Returns the copies that a supervisor says it has."""
-  return [Header.decoded(json.dumps(one).encode()) for one in about["copies"]]
+  return [Header.of(one) for one in about["copies"]]
 
 
 def newest_copy(supervisors: Sequence[Message]) -> tuple[int, int]:
@@ -132,22 +132,6 @@ def missing_elements(headers: Sequence[Header]) -> int:
     there = sum(math.prod(piece.shape) for piece in parts.values())
     missing += math.prod(leaf["shape"]) - there
   return missing
-
-
-def neighbour(number: int, domains: Sequence[int]) -> int | None:
-  """Returns the process that keeps what no other host than this process's has; None: there is no other host.
-
-  On the next host in the ring, as many places after the first one there as it is on its own: no process keeps
-  the copies of two, which would take each other's places.
-
-  Args:
-    number: of the process.
-    domains: for each process the number of its host.
-  """
-  ring = [*range(number + 1, len(domains)), *range(number)]
-  following = next((domains[one] for one in ring if domains[one] != domains[number]), None)
-  there = [one for one, domain in enumerate(domains) if domain == following]
-  return there[domains[:number].count(domains[number]) % len(there)] if there else None
 
 
 def how_ended(code: int) -> str:

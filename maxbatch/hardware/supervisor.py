@@ -8,8 +8,8 @@ the leader follows itself too, so what a supervisor does is all here.
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
-import json
 import os
 import signal
 import socket
@@ -21,7 +21,8 @@ from typing import Any
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import EXIT_PROCESS_FAILED, EXIT_USER_ERROR, UserError
-from maxbatch.hardware.copies import SLOTS, Header, Slot, data_offset
+from maxbatch.hardware.copies import Header, Slot
+from maxbatch.hardware.held import HeldCopies
 from maxbatch.hardware.leader import FINISHED, Leader
 from maxbatch.hardware.messages import (
   GONE,
@@ -55,8 +56,7 @@ class Supervisor:
     self.place = Place(max(keys.process_id, 0), max(keys.num_processes, 1))
     self._first = keys.coordinator_address
     self._began, self._events = time.time(), RunFolder.of(config.run).events
-    self._own, self._others = ([Slot() for _ in range(SLOTS)] for _ in range(2))
-    """This host's copies, and what its neighbour alone has: files that all its training processes inherit."""
+    self._held = HeldCopies()
     self._child: TrainingProcess | None = None
     self._waiting: TrainingProcess | None = None
     """The next one."""
@@ -188,12 +188,8 @@ class Supervisor:
       "generation": self.place.generation,
       "lineage": self.place.lineage,
       "devices": self._devices,
-      "copies": [json.loads(header.encoded()) for header, _ in self._held()],
+      "copies": self._held.about(),
     }
-
-  def _held(self) -> list[tuple[Header, Slot]]:
-    slots = [*self._own, *self._others]
-    return [(header, slot) for slot in slots if (header := slot.header())]
 
   # What others ask.
 
@@ -221,18 +217,14 @@ class Supervisor:
     connection.close()
 
   async def _answer_read(self, message: Message, connection: Connection) -> None:
-    slot = self._slot_of(tuple(message["key"]))
+    slot = self._held.find(message["key"])
     content = slot.read(message["offset"], message["count"]) if slot else b""
     await connection.send_bytes(f"{len(content)}\n".encode() + content)
 
-  def _slot_of(self, key: tuple[int, ...]) -> Slot | None:
-    return next((slot for header, slot in self._held() if header.key == key), None)
-
   async def _keep(self, message: Message, connection: Connection) -> None:
-    """Takes another host's part of a copy."""
-    header, failure = Header.decoded(json.dumps(message["header"]).encode()), ""
-    # Whoever sends a copy knows that the one before is whole, and the one before that not needed.
-    slot = min(self._others, key=lambda slot: slot.made)
+    """Takes what no other host has of a copy."""
+    header, failure = Header.of(message["header"]), ""
+    slot = self._held.slot_for(header)
     try:
       offset, left = slot.begin(header), header.data_bytes
       while left:
@@ -277,16 +269,10 @@ class Supervisor:
     elif message["kind"] == "start":
       self.place.generation, self.place.lineage = message["generation"], message["copy"]
       self.place.members = message["members"]
-      self._drop(message["copy"])
+      self._held.drop_but(message["copy"])
       await self._start(message, leader)
     elif message["kind"] == "ping":
       await leader.send({"kind": "pong"})
-
-  def _drop(self, copy: list[int]) -> None:
-    """Forgets all copies but one: the training takes another course from there."""
-    for header, slot in self._held():
-      if list(header.key[:2]) != copy:
-        slot.clear()
 
   # The training process.
 
@@ -295,22 +281,23 @@ class Supervisor:
     order = message.get("order")
     if order is None:
       return
-    order["slots"] = [slot.descriptor for slot in self._own]
-    for source in order["sources"]:
-      if slot := self._slot_of(tuple(source["key"])):
-        source["slot"] = slot.descriptor
-    order["sources"].sort(key=lambda source: "slot" not in source)
     waiting, self._waiting = self._waiting, None
     if not waiting or not waiting.is_there:
       waiting = await self._begin()
+    order["slots"] = [slot.descriptor for slot in self._held.own]
+    for source in order["sources"]:
+      slot = self._held.find(source["key"])
+      if slot and slot.descriptor in waiting.descriptors:
+        source["slot"] = slot.descriptor
+    order["sources"].sort(key=lambda source: "slot" not in source)
     self._child = waiting
     self._link = await waiting.order({"order": order, "keys": message["keys"]})
-    self._spawn(self._listen(self._link, message["next"], leader))
+    self._spawn(self._listen(self._link, message["keeper"], leader))
     self._spawn(self._await_end(self._child, message["generation"], leader))
 
   async def _begin(self) -> TrainingProcess:
     arguments = [one for one in self._command if one.partition("=")[0] not in _PLACED]
-    return await TrainingProcess.begin(arguments, [*self._own, *self._others])
+    return await TrainingProcess.begin(arguments, [slot.descriptor for slot in self._held.slots()])
 
   async def _await_end(self, child: TrainingProcess, generation: int, leader: Connection) -> None:
     code = await child.wait()
@@ -320,41 +307,43 @@ class Supervisor:
       ended = {"kind": "ended", "code": code, "generation": generation, "asked": self._was_asked}
       await leader.send(ended)
 
-  async def _listen(self, link: Connection, neighbour: str, leader: Connection) -> None:
-    """Hears of the training process's copies, and sends what others lack to the next host."""
+  async def _listen(self, link: Connection, keeper: str, leader: Connection) -> None:
+    """Hears of the training process's copies, and sends what others lack to their keeper."""
     with contextlib.suppress(*GONE):
       for number in itertools.count():
         message = await link.receive()
         if message["kind"] == "devices":
           self._devices = message["count"]
           continue
-        failure = await self._send_on(self._own[message["slot"]], neighbour)
+        failure = await self._send_on(self._held.own[message["slot"]], keeper)
         if failure:
           print(
             f"elastic: no copy of step {message['step']} on another host: {failure}", flush=True
           )
         await link.send({"kind": "sent"})
         await leader.send({"kind": "copied", "step": message["step"]})
-        # Devices are number 0. Until the second copy what was lost is trained again, with nothing beside it.
-        if number > 1 and not self._waiting:
+        if number < 2:  # Devices are number 0.
+          continue
+        self._held.drop_before(self.place.generation)  # The first copy is whole in all processes.
+        # Until the second copy what was lost is trained again, with nothing beside it.
+        if not self._waiting:
           self._waiting = await self._begin()
 
-  async def _send_on(self, slot: Slot, neighbour: str) -> str:
-    """Sends what no other host has to the next one; returns why it could not."""
+  async def _send_on(self, slot: Slot, keeper: str) -> str:
+    """Sends what no other host has to another one; returns why it could not."""
     header = slot.header()
-    if header is None or not neighbour:
+    if header is None or not keeper:
       return ""
     kept = header.only_alone()
     if not kept.data_bytes:
       return ""
-    begins, whole = data_offset(slot.read), header.pieces.items()
     try:
-      connection = await connect(neighbour, self._limit)
-      await connection.send({"kind": "put", "header": json.loads(kept.encoded())})
-      for piece in (piece for _, pieces in whole for piece in pieces if piece.alone):
-        for offset in range(0, piece.nbytes, _PIECE_BYTES):
+      connection = await connect(keeper, self._limit)
+      await connection.send({"kind": "put", "header": dataclasses.asdict(kept)})
+      for piece in itertools.chain.from_iterable(header.pieces.values()):
+        for offset in range(0, piece.nbytes if piece.alone else 0, _PIECE_BYTES):
           size = min(_PIECE_BYTES, piece.nbytes - offset)
-          await connection.send_bytes(slot.read(begins + piece.offset + offset, size))
+          await connection.send_bytes(slot.read(header.data_offset + piece.offset + offset, size))
       answer = await connection.receive()
       connection.close()
     except GONE as error:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Self
 
 from maxbatch.command_line.signals import STOP, SUPERVISOR
-from maxbatch.hardware.copies import Slot
 from maxbatch.hardware.messages import GONE, LONGEST_LINE_BYTES, Connection, Message
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -25,24 +24,26 @@ _LIBC = ctypes.CDLL(None)
 class TrainingProcess:
   """One of them, from its start to its end."""
 
-  def __init__(self, process: asyncio.subprocess.Process, socket_to_it: socket.socket) -> None:
+  def __init__(
+    self, process: asyncio.subprocess.Process, socket_to_it: socket.socket, files: Sequence[int]
+  ) -> None:
     """Takes what `begin` has started."""
-    self._process, self._socket = process, socket_to_it
+    self._process, self._socket, self.descriptors = process, socket_to_it, files
 
   @classmethod
-  async def begin(cls, command: Sequence[str], slots: Sequence[Slot]) -> Self:
-    """Starts it, by a command line without the interpreter, with memory that it inherits."""
+  async def begin(cls, command: Sequence[str], descriptors: Sequence[int]) -> Self:
+    """Starts it, by a command line without the interpreter, with open files that it inherits."""
     ours, its = socket.socketpair()
     with its:
       process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
-        pass_fds=[its.fileno(), *(slot.descriptor for slot in slots)],
+        pass_fds=[its.fileno(), *descriptors],
         env=os.environ | {SUPERVISOR: str(its.fileno())},
         preexec_fn=_end_with_parent,
         start_new_session=True,  # Ctrl-C reaches it once, from its supervisor.
       )
-    return cls(process, ours)
+    return cls(process, ours, descriptors)
 
   async def order(self, message: Message) -> Connection:
     """Has it train, as the message says; returns the connection to it."""

@@ -63,7 +63,8 @@ def copies_kept(trainer: Trainer) -> str:
     UserError: more than it has.
   """
   kept = own_copies()
-  own, others = kept_bytes(jax.tree.leaves(trainer.abstract_saved), kept.domains if kept else ())
+  domains = kept.domains if kept else range(jax.process_count())
+  own, others = kept_bytes(jax.tree.leaves(trainer.abstract_saved), domains)
   parts = f"two of its part of the state {gib(own)}"
   parts += f", two of what its neighbour alone has {gib(others)}" if others else ""
   if own + others > machine_bytes():

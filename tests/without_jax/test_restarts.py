@@ -1,7 +1,11 @@
 """Who starts again, and from which copy: decisions without a process."""
 
 import asyncio
+import collections
+import itertools
 import json
+import math
+import random
 import socket
 import types
 from collections.abc import Sequence
@@ -11,16 +15,23 @@ import numpy as np
 import pytest
 
 from maxbatch.config.load import load_config
-from maxbatch.hardware.copies import Header, MemoryCopies, Order, Piece, Slot, kept_bytes
+from maxbatch.hardware.copies import (
+  Header,
+  MemoryCopies,
+  Piece,
+  Slot,
+  choose_keepers,
+  kept_bytes,
+)
+from maxbatch.hardware.held import HeldCopies
 from maxbatch.hardware.leader import Leader
-from maxbatch.hardware.messages import Connection, connect
+from maxbatch.hardware.messages import Connection, Order, connect
 from maxbatch.hardware.restarts import (
   Place,
   choose_hosts,
   has_finished,
   how_ended,
   missing_elements,
-  neighbour,
   newest_copy,
 )
 from maxbatch.run_folder.events import END, START, EventLog
@@ -242,10 +253,10 @@ def test_the_memory_that_copies_take_is_known_before_the_run():
   everywhere = leaf(*[slice(None)] * 4)
   divided = leaf(*(slice(row, row + 1) for row in range(4)))
   halves = leaf(slice(0, 2), slice(2, 4), slice(0, 2), slice(2, 4))
-  assert kept_bytes([everywhere]) == (2 * 48, 0)
-  assert kept_bytes([divided]) == (2 * 24, 2 * 24)
-  assert kept_bytes([halves]) == (2 * 48, 0)
-  assert kept_bytes([everywhere, divided]) == (2 * 72, 2 * 24)
+  assert kept_bytes([everywhere], [0, 1]) == (2 * 48, 0)
+  assert kept_bytes([divided], [0, 1]) == (2 * 24, 2 * 24)
+  assert kept_bytes([halves], [0, 1]) == (2 * 48, 0)
+  assert kept_bytes([everywhere, divided], [0, 1]) == (2 * 72, 2 * 24)
   # Both on one host, which has two of each, and no neighbour.
   assert kept_bytes([everywhere, divided], [0, 0]) == (2 * 144, 0)
 
@@ -257,9 +268,47 @@ def test_the_memory_that_copies_take_is_known_before_the_run():
     ([0, 0], [None, None]),
     ([0, 1, 2], [1, 2, 0]),
     ([0, 0, 1, 1], [2, 3, 0, 1]),
-    ([0, 0, 1], [2, 2, 0]),
+    ([0, 0, 1], [2, 2, 1]),
     ([0, 1, 0, 1], [1, 0, 3, 2]),
+    ([0, 0, 1, 1, 2, 2], [2, 3, 4, 5, 0, 1]),
+    # The other two copies go to the hosts with one process each: each has four, of six that there are.
+    ([0, 0, 0, 0, 1, 2], [4, 4, 5, 5, 5, 4]),
   ],
 )
-def test_each_process_has_a_neighbour_on_another_host(domains, expected):
-  assert [neighbour(number, domains) for number in range(len(domains))] == expected
+def test_each_process_has_a_keeper_on_another_host(domains, expected):
+  assert choose_keepers(domains) == expected
+
+
+def test_no_host_keeps_more_than_must_be():
+  for counts in itertools.product(range(1, 6), repeat=4):
+    domains = [host for host, count in enumerate(counts) for _ in range(count)]
+    random.Random(0).shuffle(domains)
+    keepers = [domains[keeper] for keeper in choose_keepers(domains) if keeper is not None]
+    assert len(keepers) == len(domains)
+    assert all(own != keeper for own, keeper in zip(domains, keepers, strict=True))
+    most = max((collections.Counter(domains) + collections.Counter(keepers)).values())
+    assert most == max(*counts, math.ceil(2 * sum(counts) / 4))
+
+
+def test_a_supervisor_keeps_two_copies_of_each_of_several_processes():
+  """Which come at the same time; those of the generation before go with the second copy after it."""
+  held, every, data = HeldCopies(), [0, 1, 2, 3], np.arange(12, dtype=np.float32).tobytes()
+
+  def keep(generation: int, step: int, processes: Sequence[int]) -> None:
+    headers = [header(generation, step, process, every) for process in processes]
+    pairs = [(held.slot_for(one), one) for one in headers]
+    ends = [(slot.begin(one), slot, one) for slot, one in pairs]
+    for offset, slot, one in ends:
+      slot.append(data, offset)
+      slot.finish(one)
+
+  for step in (5, 9, 13):
+    keep(1, step, [0, 1, 2])
+  both = [(1, step, process) for process in (0, 1, 2) for step in (9, 13)]
+  assert sorted(one["key"] for one in held.about()) == sorted(both)
+  held.drop_but([1, 13])
+  keep(2, 14, [0])
+  found = [key for key in [*both, (2, 14, 0)] if held.find(key)]
+  assert found == [(1, 13, 0), (1, 13, 1), (1, 13, 2), (2, 14, 0)]
+  held.drop_before(2)
+  assert [one["key"] for one in held.about()] == [(2, 14, 0)]
