@@ -22,10 +22,15 @@ _PATIENCE_SECONDS = 5.0
 _Handler = Callable[[int, types.FrameType | None], None]
 
 
-def _handlers(handle: _Handler) -> dict[int, _Handler]:
-  """Returns a handler for each signal that ends a command; not SIGHUP where nohup has it ignored."""
+def ending_signals() -> list[signal.Signals]:
+  """Returns those that end a command; not SIGHUP where nohup has it ignored."""
   ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-  direct = [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+  return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
+def _handlers(handle: _Handler) -> dict[int, _Handler]:
+  """Returns a handler for each signal that ends a command."""
+  direct = ending_signals()
   if SUPERVISOR not in os.environ:
     return dict.fromkeys(direct, handle)
   return {

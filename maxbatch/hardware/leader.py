@@ -10,22 +10,30 @@ import collections
 import contextlib
 import ipaddress
 import os
+import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted
-from maxbatch.errors import EXIT_DIVERGED, EXIT_PROCESS_FAILED, EXIT_ROWS, EXIT_USER_ERROR
+from maxbatch.errors import (
+  EXIT_DIVERGED,
+  EXIT_PROCESS_FAILED,
+  EXIT_ROWS,
+  EXIT_USER_ERROR,
+  UserError,
+)
 from maxbatch.hardware.copies import choose_keepers
 from maxbatch.hardware.messages import (
   PINGS_PER_LIMIT,
   Connection,
   Message,
   Star,
+  Tasks,
   address_of,
   connect,
-  spawn,
 )
 from maxbatch.hardware.restarts import (
   Choice,
@@ -36,6 +44,7 @@ from maxbatch.hardware.restarts import (
   how_ended,
   newest_copy,
 )
+from maxbatch.run_folder.atomic import elsewhere
 from maxbatch.run_folder.events import FAULT, JOINED, RESTART, EventLog
 from maxbatch.run_folder.paths import RunFolder
 
@@ -63,7 +72,7 @@ class Leader:
     """Whom it leads, and the step of the last copy that each one's training process has made."""
     self._dead = set[int]()
     self._happened = asyncio.Queue[tuple[int, Message]]()
-    self._tasks = set[asyncio.Task[Any]]()
+    self._tasks = Tasks()
     self._restarts = collections.deque[float]()
     # A new leader comes after the loss of another, or of hosts that have been cut off.
     self._fault_time = time.monotonic() if place.generation else None
@@ -72,8 +81,7 @@ class Leader:
   def resign(self) -> None:
     """Stops deciding."""
     self.leads = False
-    for task in self._tasks:
-      task.cancel()
+    self._tasks.cancel()
     self._star.close()
 
   async def admit(self, message: Message, connection: Connection) -> None:
@@ -90,8 +98,8 @@ class Leader:
 
   async def run(self) -> None:
     """Starts one generation after the other, until the run ends or this supervisor leads no more."""
-    self._spawn(self._star.ping())
-    self._spawn(self._call_missing())
+    self._tasks.begin(self._star.ping())
+    self._tasks.begin(self._call_missing())
     while True:
       if (code := await self._stop_all()) is not None:
         return await self._end(code)
@@ -102,7 +110,12 @@ class Leader:
       if not used:
         self._say(FAULT, f"cannot go on: {choice.reason}")
         return await self._end(EXIT_PROCESS_FAILED)
-      if not self._claim():
+      try:
+        is_claimed = await self._claim()
+      except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return await self._end(EXIT_PROCESS_FAILED if self._place.generation else EXIT_USER_ERROR)
+      if not is_claimed:
         print("elastic: other hosts of this run go on; waiting for them", flush=True)
         return await self._star.send_all({"kind": "look"}, last=self._place.own)
       about = [self._star.members[own].about for own in self._star.there()]
@@ -225,9 +238,25 @@ class Leader:
     known = [self._star.members[own].about["devices"] for own in self._star.there()]
     return simulated // self._place.num if simulated > 0 else max(known, default=0)
 
-  def _claim(self) -> bool:
-    """Claims the next generation in the run's folder; whether no other part of the run has."""
-    folder = RunFolder.of(self._config.run).generations
+  async def _claim(self) -> bool:
+    """Claims the next generation in the run's folder; whether no other part of the run has.
+
+    Raises:
+      UserError: the folder cannot be written to, after the first start for a long time.
+    """
+    folder, began = RunFolder.of(self._config.run).generations, time.monotonic()
+    while True:
+      try:
+        return self._claim_in(folder)
+      except OSError as error:
+        if not self._place.generation or time.monotonic() - began > self._patience:
+          raise UserError(
+            f"{folder} cannot be written ({error.strerror}); make room there, or choose another folder"
+            f"{elsewhere(folder)}"
+          ) from None
+      await asyncio.sleep(_TICK_SECONDS)
+
+  def _claim_in(self, folder: Path) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     claimed = max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
     missing = set(self._place.members) - set(self._star.there()) - self._dead
@@ -366,6 +395,3 @@ class Leader:
     print(f"elastic: {text}", flush=True)
     with contextlib.suppress(OSError), EventLog(RunFolder.of(self._config.run).path) as events:
       events.note(kind, text=text, generation=self._place.generation, **facts)
-
-  def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-    spawn(self._tasks, work)

@@ -79,6 +79,30 @@ class Connection:
       self._writer.close()
 
 
+class Tasks:
+  """Work beside all else; a mistake of the program in it ends this process, not in silence."""
+
+  def __init__(self) -> None:
+    self._running = set[asyncio.Task[None]]()
+
+  def begin(self, work: Coroutine[Any, Any, None]) -> None:
+    """Runs it."""
+    task = asyncio.get_running_loop().create_task(work)
+    self._running.add(task)
+    task.add_done_callback(self._done)
+
+  def _done(self, task: asyncio.Task[None]) -> None:
+    self._running.discard(task)
+    if not task.cancelled() and (error := task.exception()):
+      traceback.print_exception(error)
+      os._exit(EXIT_PROCESS_FAILED)
+
+  def cancel(self) -> None:
+    """Ends all of it."""
+    for task in self._running:
+      task.cancel()
+
+
 @dataclasses.dataclass
 class Member:
   """A process at the end of a connection of a star."""
@@ -99,7 +123,7 @@ class Star:
     """
     self._limit, self._heard = limit_seconds, heard
     self.members = dict[int, Member]()
-    self._tasks = set[asyncio.Task[Any]]()
+    self._tasks = Tasks()
 
   def there(self) -> list[int]:
     """Returns the members that are not lost."""
@@ -110,7 +134,7 @@ class Star:
     if before := self.members.get(number):
       before.connection.close()
     member = self.members[number] = Member(about, connection)
-    spawn(self._tasks, self._hear(number, member))
+    self._tasks.begin(self._hear(number, member))
 
   async def send(self, number: int, message: Message) -> None:
     """Sends a message to one, if that is possible."""
@@ -155,25 +179,10 @@ class Star:
 
   def close(self) -> None:
     """Closes all connections."""
-    for task in self._tasks:
-      task.cancel()
+    self._tasks.cancel()
     for member in self.members.values():
       member.is_lost = True
       member.connection.close()
-
-
-def spawn(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, None]) -> None:
-  """Runs work beside all else; a mistake of the program in it ends this process, not in silence."""
-
-  def done(task: asyncio.Task[Any]) -> None:
-    tasks.discard(task)
-    if not task.cancelled() and (error := task.exception()):
-      traceback.print_exception(error)
-      os._exit(EXIT_PROCESS_FAILED)
-
-  task = asyncio.get_running_loop().create_task(work)
-  tasks.add(task)
-  task.add_done_callback(done)
 
 
 async def connect(address: str, seconds: float | None) -> Connection:

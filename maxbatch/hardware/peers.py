@@ -30,8 +30,8 @@ from maxbatch.hardware.messages import (
   Connection,
   Message,
   Star,
+  Tasks,
   connect,
-  spawn,
   split_address,
 )
 
@@ -69,7 +69,7 @@ class Peers:
     {"kind": "lost", "silent": …} where one is gone; of this process itself {"kind": "still", "seconds": …},
     where it has been stopped for so long that the others have missed it."""
     self._ticked, self._is_over, self._is_given_up = time.monotonic(), False, False
-    self._tasks = set[asyncio.Task[Any]]()
+    self._tasks = Tasks()
 
   def _begin(self) -> None:
     self._loop = asyncio.new_event_loop()
@@ -116,8 +116,8 @@ class Peers:
     server = await asyncio.start_server(
       self._admit, host, port, limit=LONGEST_LINE_BYTES, backlog=self.num_processes
     )
-    self._spawn(self._star.ping())
-    self._spawn(self._tick())
+    self._tasks.begin(self._star.ping())
+    self._tasks.begin(self._tick())
     await self._complete.wait()
     server.close()  # Before anyone connects to jax's service at this address.
     await self._star.send_all(self._welcome())
@@ -223,8 +223,8 @@ class Peers:
           raise SaidByAnotherError(self.refusal)
         self._first = connection
         self._complete.set()
-        self._spawn(self._tick())
-        self._spawn(self._follow(connection))
+        self._tasks.begin(self._tick())
+        self._tasks.begin(self._follow(connection))
     return await self._relay(address)
 
   async def _answer(self, connection: Connection) -> Message:
@@ -259,7 +259,7 @@ class Peers:
 
   def tell(self, message: Message) -> None:
     """Sends a message to process 0, which sends it to all; without waiting."""
-    self._loop.call_soon_threadsafe(lambda: self._spawn(self._send(message)))
+    self._loop.call_soon_threadsafe(lambda: self._tasks.begin(self._send(message)))
 
   async def _send(self, message: Message) -> None:
     if self._first:
@@ -293,7 +293,7 @@ class Peers:
       del self._values[name]
       everything = [values[number] for number in range(self.num_processes)]
       once = everything[:1] if all(each == everything[0] for each in everything) else everything
-      self._spawn(self._send({"kind": "all", "name": name, "values": once}))
+      self._tasks.begin(self._send({"kind": "all", "name": name, "values": once}))
       self._resolve(name, once)
 
   def _resolve(self, name: str, values: list[Any]) -> None:
@@ -372,9 +372,6 @@ class Peers:
 
   def _run(self, work: Coroutine[Any, Any, _Result], seconds: float | None = None) -> _Result:
     return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
-
-  def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-    spawn(self._tasks, work)
 
 
 async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:

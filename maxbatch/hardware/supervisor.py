@@ -15,9 +15,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from maxbatch.command_line.run import EnduringStreams
+from maxbatch.command_line.signals import INTERRUPTED, STOP, ending_signals
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import EXIT_PROCESS_FAILED, EXIT_USER_ERROR, UserError
@@ -29,9 +30,9 @@ from maxbatch.hardware.messages import (
   LONGEST_LINE_BYTES,
   Connection,
   Message,
+  Tasks,
   address_of,
   connect,
-  spawn,
   split_address,
 )
 from maxbatch.hardware.restarts import Place, has_finished
@@ -65,12 +66,12 @@ class Supervisor:
     self._up: Connection | None = None
     self._called = ""
     self._devices, self._was_asked = 0, False
-    self._tasks = set[asyncio.Task[Any]]()
+    self._tasks = Tasks()
 
   async def run(self) -> int:
     """Supervises until the run ends; returns the exit code."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in ending_signals():
       loop.add_signal_handler(number, self._signalled, number)
     _, port = split_address(self._first) if self._first else ("", 0)
     port = port + self.place.own if port else 0
@@ -107,6 +108,7 @@ class Supervisor:
   def _signalled(self, number: signal.Signals) -> None:
     """Has the training process stop; without one, ends at once."""
     if self._child is None or not self._child.is_there:
+      print(INTERRUPTED, file=sys.stderr, flush=True)
       os._exit(128 + number)
     self._was_asked = True
     self._child.stop()
@@ -139,7 +141,7 @@ class Supervisor:
             dead.add(one)
       if self._may_lead(candidates, dead):
         self._leader = Leader(self.place, self._config)
-        self._spawn(self._leader.run())
+        self._tasks.begin(self._leader.run())
         found = await self._join(f"127.0.0.1:{self.place.port}")
         assert found is not None
         return found
@@ -292,8 +294,8 @@ class Supervisor:
     order["sources"].sort(key=lambda source: "slot" not in source)
     self._child = waiting
     self._link = await waiting.order({"order": order, "keys": message["keys"]})
-    self._spawn(self._listen(self._link, message["keeper"], leader))
-    self._spawn(self._await_end(self._child, message["generation"], leader))
+    self._tasks.begin(self._listen(self._link, message["keeper"], leader))
+    self._tasks.begin(self._await_end(self._child, message["generation"], leader))
 
   async def _begin(self) -> TrainingProcess:
     arguments = [one for one in self._command if one.partition("=")[0] not in _PLACED]
@@ -303,6 +305,9 @@ class Supervisor:
     code = await child.wait()
     if self._child is not child:
       return  # It was to end.
+    if code == -STOP:  # It was still starting.
+      print(INTERRUPTED, file=sys.stderr, flush=True)
+      code = 128 + signal.SIGTERM
     with contextlib.suppress(OSError):
       ended = {"kind": "ended", "code": code, "generation": generation, "asked": self._was_asked}
       await leader.send(ended)
@@ -359,14 +364,12 @@ class Supervisor:
       self._link.close()
       self._link = None
 
-  def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-    spawn(self._tasks, work)
-
 
 def main(command: Sequence[str]) -> int:
   """Supervises the training process of a command line, without the interpreter; its exit code."""
   config = load_config([one for one in command if "=" in one and not one.startswith("-")])
-  return asyncio.run(Supervisor(config, command).run())
+  with EnduringStreams():
+    return asyncio.run(Supervisor(config, command).run())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import signal
 import socket
 import types
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from maxbatch.config.load import load_config
+from maxbatch.hardware import supervisor
 from maxbatch.hardware.copies import (
   Header,
   MemoryCopies,
@@ -312,3 +314,21 @@ def test_a_supervisor_keeps_two_copies_of_each_of_several_processes():
   assert found == [(1, 13, 0), (1, 13, 1), (1, 13, 2), (2, 14, 0)]
   held.drop_before(2)
   assert [one["key"] for one in held.about()] == [(2, 14, 0)]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_a_sentence(tmp_path, capsys):
+  """Before anything is trained; and nohup, which has SIGHUP ignored, stays in force."""
+  (tmp_path / "file").touch()
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    code = supervisor.main(
+      ["config=base", f"base_output_directory={tmp_path}/file", "batch_size=8"]
+    )
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+  finally:
+    signal.signal(signal.SIGHUP, before)
+  assert code == 2
+  said = capsys.readouterr().err
+  assert said.startswith(
+    f"error: {tmp_path}/file/first_run/generations cannot be written (Not a dir"
+  )
