@@ -30,6 +30,7 @@ from maxbatch.core.keys import counted
 from maxbatch.errors import SaidByAnotherError, UserError
 from maxbatch.hardware.agreement import shared_error
 from maxbatch.hardware.ending import leave_with_others, watch_others
+from maxbatch.hardware.messages import split_address
 from maxbatch.hardware.peers import Peers
 
 _POD = "JOB_COMPLETION_INDEX"
@@ -359,23 +360,22 @@ def _initialize(
     except queue.Empty:
       if peers.refusal:  # Those that never came have not heard of it.
         return UserError(peers.refusal)
-      return _late(stated, limit, peers.missing(_NAMED), peers.num_missing())
+      return _late(stated, limit, peers.missing())
 
 
-def _late(stated: StatedProcesses, limit: int, missing: Sequence[int], num_missing: int) -> str:
+def _late(stated: StatedProcesses, limit: int, missing: Sequence[int]) -> str:
   """Returns why processes may not have joined in time; the first of those missing are known in process 0
   alone."""
   count = f"the {stated.num_processes}" if stated.num_processes else "all"
   late = f"{count} processes did not arrive within jax_distributed_initialization_timeout={limit}"
   late += " seconds"
   if missing:
-    more = num_missing - len(missing)
-    numbers = ", ".join(map(str, missing))
+    more = len(missing) - _NAMED
+    numbers = ", ".join(map(str, missing[:_NAMED]))
     late += f"; missing: process {numbers}{f' and {more:,} more' if more > 0 else ''}"
   elif stated.address is not None:
-    host, _, port = stated.address.rpartition(":")
     try:
-      socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_SECONDS).close()
+      socket.create_connection(split_address(stated.address), timeout=_PATIENCE_SECONDS).close()
     except OSError as error:
       late += f", and process 0 does not answer at {stated.address} ({error.strerror or error})"
     else:
