@@ -9,6 +9,7 @@ is written last, so a slot that a killed process was writing to holds nothing.
 import collections
 import dataclasses
 import functools
+import heapq
 import json
 import math
 import os
@@ -31,7 +32,6 @@ Read = Callable[[int, int], bytes]
 """Reads bytes of a slot: (offset, count) → bytes."""
 _LENGTH_BYTES = 8
 _CONNECT_SECONDS = 20.0
-_LONGEST_ANSWER_BYTES = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,14 +212,8 @@ class MemoryCopies:
   def read(self, name: str, index: Sequence[slice], shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Returns a part of an array of that copy, in memory of its own.
 
-    Args:
-      name: of the array.
-      index: of the part, a slice for each dim.
-      shape: of the whole array.
-      dtype: its dtype.
-
-    Raises:
-      OSError: a source does not answer, or part of it is nowhere.
+    `index` is of the part, a slice for each dim; `shape` and `dtype` are the array's. Raises OSError: a source
+    does not answer, or part of it is nowhere.
     """
     bounds = [one.indices(size) for one, size in zip(index, shape, strict=True)]
     low, high = [start for start, _, _ in bounds], [stop for _, stop, _ in bounds]
@@ -270,7 +264,7 @@ class MemoryCopies:
     """Waits until the last copy is where it is safe. Raises OSError: the supervisor is gone."""
     if self._unsent:
       self._unsent = False
-      if not os.read(self._order.link, _LONGEST_ANSWER_BYTES):
+      if not os.read(self._order.link, 1 << 12):
         raise OSError("the supervisor has ended")
 
   def write(self, record: dict[str, Any], leaves: Mapping[str, Any]) -> int:
@@ -318,8 +312,8 @@ def _sender(holders: Iterable[int], domains: Sequence[int]) -> int | None:
   return min(holders) if len({domains[one] for one in holders}) == 1 else None
 
 
-def choose_keepers(domains: Sequence[int]) -> list[int | None]:
-  """Returns for each process the one that keeps what no other host has; None: there is no other host.
+def choose_keepers(domains: Sequence[int]) -> dict[int, int]:
+  """Returns for each process the one that keeps what no other host has; nothing where there is no other.
 
   No host has more copies in memory than need be, its own processes' included. As far as that allows they
   go to the next host in the ring, so that only two neighbours can lose a part.
@@ -327,22 +321,30 @@ def choose_keepers(domains: Sequence[int]) -> list[int | None]:
   Args:
     domains: for each process the number of its host.
   """
-  left, total = collections.Counter(domains), collections.Counter(domains)
-  ring = list(left)
+  there = collections.defaultdict[int, list[int]](list)
+  for process, host in enumerate(domains):
+    there[host].append(process)
+  ring, keepers = list(there), dict[int, int]()
+  if len(ring) < 2:
+    return {}
+  left, room = {host: len(there[host]) for host in ring}, dict.fromkeys(ring, 0)
+  least = sorted((left[host], place) for place, host in enumerate(ring))
   for _ in domains:
-    total[min(ring, key=total.__getitem__)] += 1
-  room = total - left
-  there = {host: [one for one, on in enumerate(domains) if on == host] for host in ring}
-  keepers: list[int | None] = [None] * len(domains)
-  for place, own in enumerate(ring if len(ring) > 1 else ()):
+    size, place = least[0]
+    heapq.heapreplace(least, (size + 1, place))
+    room[ring[place]] += 1
+  most, remaining = max(size for size, _ in least), len(domains)
+  for place, own in enumerate(ring):
     others = ring[place + 1 :] + ring[:place]
     for process in there[own]:
-      # A host that sends or takes each of the copies that are left must have this one.
-      needed = [one for one in others if left[one] + room[one] == left.total()]
+      # A host that sends or takes each of the copies that remain must have this one.
+      tight = others if remaining <= most else ()
+      needed = [one for one in tight if left[one] + room[one] == remaining]
       host = next(one for one in needed or others if room[one])
       keepers[process] = there[host][-room[host] % len(there[host])]
       left[own] -= 1
       room[host] -= 1
+      remaining -= 1
   return keepers
 
 
@@ -360,10 +362,8 @@ def kept_bytes(leaves: Iterable[Any], domains: Sequence[int]) -> tuple[int, int]
     for holders in _holders(leaf).values():
       for process in holders:
         own[domains[process]] += size
-      sender = _sender(holders, domains)
-      keeper = None if sender is None else keepers[sender]
-      if keeper is not None:
-        others[domains[keeper]] += size
+      if (sender := _sender(holders, domains)) in keepers:
+        others[domains[keepers[sender]]] += size
   host = max(own, key=lambda host: own[host] + others[host])
   return own[host], others[host]
 

@@ -292,8 +292,8 @@ class Leader:
       message: Message = shared | {"members": there, "keeper": ""}
       if own in used:
         number = used.index(own)
-        if (keeper := keepers[number]) is not None:
-          message["keeper"] = self._address_for(own, used[keeper])
+        if number in keepers:
+          message["keeper"] = self._address_for(own, used[keepers[number]])
         message["keys"] = keys | ({"process_id": str(number)} if count > 1 else {})
         message["order"] = {
           "generation": self._place.generation,
