@@ -228,7 +228,8 @@ class MemoryCopies:
         if piece.start in seen or any(a >= b for a, b in zip(first, last, strict=True)):
           continue
         seen.add(piece.start)
-        content = read(header.data_offset + piece.offset, piece.nbytes)
+        if len(content := read(header.data_offset + piece.offset, piece.nbytes)) < piece.nbytes:
+          raise OSError(f"a copy of {name} is not there any more")
         values = np.frombuffer(content, dtype).reshape(piece.shape)
         to = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, low, strict=True))
         of = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, piece.start, strict=True))
