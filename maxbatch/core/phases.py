@@ -201,7 +201,7 @@ def check_increments(
   Args:
     keys: of the start and of the increment.
     sizes: start, increment and target.
-    unit: one sample for each data-parallel group, in the unit of the sizes.
+    unit: one sample for each data-parallel group, in the unit of the sizes; 1 where batches are padded.
     target_key: the key of the target.
 
   Raises:
@@ -214,9 +214,10 @@ def check_increments(
       f"{keys[0]}={text(start)}" + ("" if step == increment else f" {keys[1]}={text(step)}")
       for start, step in offers
     )
+    rule = f"multiple of {text(unit)} (one sample for each data-parallel group)"
     raise UserError(
-      f"{keys[0]}={text(start)} must be a positive multiple of {text(unit)} (one sample for each "
-      f"data-parallel group) below {target_key}={text(target)}; "
+      f"{keys[0]}={text(start)} must be a positive {'whole number' if unit == 1 else rule} below "
+      f"{target_key}={text(target)}; "
       + (f"nearest: {assigned}" if offers else f"there is none; raise {target_key}")
     )
   rise = target - start

@@ -171,7 +171,7 @@ def linear(inputs: ScheduleInputs) -> PhaseStarts:
   length, start, target = _length(inputs), _start(inputs), Fraction(inputs.sizes.batch)
   given = inputs.keys.batch_size_increment
   increment = start if given == -1 else Fraction(given)
-  unit = Fraction(inputs.topology.num_batch_groups)
+  unit = Fraction(1 if inputs.keys.pad_batch else inputs.topology.num_batch_groups)
   keys = ("batch_size_start", "batch_size_increment")
   check_increments(keys, (start, increment, target), unit, "batch_size")
   return RampupBatchManager(start, increment, target, length, 1).phase_starts()

@@ -83,6 +83,10 @@ def test_a_mesh_with_fixed_axes_has_no_fewer_devices():
     ("batch_size=1024 per_device_batch_size=16", 63, 32, 0),
     ("batch_size=1024 per_device_batch_size=4", 63, 52, 16),
     ("batch_size=1024 ici_tensor_parallelism=2", 63, 61, 13),
+    (
+      "batch_size=1024 batch_schedule_type=linear batch_size_start=64 batch_schedule_length=4096",
+      *(63, 61, 13),
+    ),
     # One row on each of 8 takes as long as on 9, and 2 as on 5: 4 are enough.
     ("", 7, 4, 0),
     ("batch_size=9", 8, 5, 1),

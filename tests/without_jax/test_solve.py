@@ -318,6 +318,13 @@ def test_a_padded_ramp_and_a_padded_last_step():
     *[(8, 1, 8)] * 2,
     (5, 1, 8),
   ]
+  keys = {"batch_size": 9, "batch_size_start": 3, "pad_batch": True, "batch_schedule_length": 6}
+  plan = plan_batches(config_of(batch_schedule_type="linear", **keys), run, devices(4))
+  assert [(one.batch, one.num_microbatches, one.micro_batch) for one in plan][:3] == [
+    (3, 1, 4),
+    (6, 1, 8),
+    (9, 1, 12),
+  ]
 
 
 def test_evaluation_is_planned_by_the_same_code():
