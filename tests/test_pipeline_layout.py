@@ -285,3 +285,13 @@ def test_the_schedules_that_the_configuration_knows_are_those_that_there_are():
     assert load_config(["config=base", f"pipeline_schedule={name}"])
   with pytest.raises(UserError, match="one of none, " + ", ".join(SCHEDULES)):
     load_config(["config=base", "pipeline_schedule=zero_bubble"])
+
+
+def test_a_ramp_that_does_not_divide_is_offered_one_that_does():
+  """And no batch without a ramp beside keys of one, which would be refused in their turn."""
+  keys = ("ici_pipeline_parallelism=2", "base_num_decoder_layers=4", "pipeline_schedule=1f1b")
+  ramp = ("batch_schedule_type=linear", "batch_schedule_length=8", "batch_size=8")
+  said = message(*keys, *ramp, "batch_size_start=4", "batch_size_increment=4")
+  offered = "batch_size_start=8 batch_size_increment=-1 batch_size=16"
+  assert said.endswith(f"; nearest: {offered}")
+  pipeline(*keys, *ramp, *offered.split())

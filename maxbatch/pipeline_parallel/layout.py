@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from maxbatch.batch.from_config import is_rl, mesh_of, plan_batches
-from maxbatch.config.load import Keys, assigned, suggested_fixes
+from maxbatch.config.load import Keys, assigned, suggested_fixes, without_effect
 from maxbatch.config.schema import Config, PipelineConfig
 from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan
@@ -101,6 +101,7 @@ def _divided_layers(config: Config) -> int:
 
 def _is_valid(config: Config, layout: Topology) -> bool:
   try:
+    without_effect(config)
     layout = mesh_of(config, layout.num_devices, layout.num_slices)
     _make_pipeline(config, plan_batches(config.batch, config.run, layout, config.optimizer))
   except (UserError, _MisfitError):
@@ -378,17 +379,19 @@ def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys
   if isinstance(batch.batch_schedule, tuple) and batch.batch_schedule:
     phases = tuple((at, -(-size // unit) * unit) for at, size in batch.batch_schedule)
     yield {"batch_schedule": phases}
-  if batch.batch_size_start != -1:
-    start = -(-batch.batch_size_start // unit) * unit
-    step = {} if batch.batch_size_increment == -1 else {"batch_size_increment": -1}
-    yield {"batch_size_start": start, **step}
-  given = (
+  sizes = (
     ("batch_size", batch.batch_size, 1),
     ("global_batch_to_train", batch.global_batch_to_train, 1),
     ("tokens_per_step", batch.tokens_per_step, batch.max_target_length),
   )
+  given = [(name, scale) for name, value, scale in sizes if value != -1]
+  if batch.batch_size_start != -1:
+    start = -(-batch.batch_size_start // unit) * unit
+    step = {} if batch.batch_size_increment == -1 else {"batch_size_increment": -1}
+    yield {"batch_size_start": start, **step}
+    for name, scale in given:  # A ramp ends above its start, in whole increments.
+      yield {"batch_size_start": start, **step, name: max(2, -(-total // start)) * start * scale}
   step_unit = plan.num_microbatches * unit
-  for name, value, scale in given:
-    if value != -1:
-      for samples in nearest_multiples(step_unit, Fraction(total)):
-        yield {name: int(samples) * scale}
+  for name, scale in given:
+    for samples in nearest_multiples(step_unit, Fraction(total)):
+      yield {name: int(samples) * scale}
