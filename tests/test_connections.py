@@ -11,7 +11,7 @@ from processes import small_run
 from several_processes import free_port, place, train, wait
 
 from maxbatch.errors import SaidByAnotherError, UserError
-from maxbatch.hardware import connections
+from maxbatch.hardware import agreement
 from maxbatch.hardware.agreement import Exchange
 
 GLOO = "UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed out"
@@ -69,16 +69,16 @@ leave_together(code)
 STILL = """
 import sys, time
 from maxbatch import train
-from maxbatch.hardware import connections
+from maxbatch.hardware import agreement
 from maxbatch.hardware.agreement import Exchange
 from maxbatch.hardware.processes import leave_together
 
-reduce = connections._reduce_over_all_axes
+reduce = agreement._reduce_over_all_axes
 def reduced(mesh):
   # Longer than Gloo waits for an address.
   time.sleep(35 if "process_id=1" in sys.argv else 0)
   reduce(mesh)
-connections._reduce_over_all_axes = reduced
+agreement._reduce_over_all_axes = reduced
 leave_together(train.main(sys.argv[1:]))
 """
 """A process that stands still in the middle of a connection."""
@@ -180,7 +180,7 @@ def failing(times: int):
 def test_a_connection_that_fails_ends_all_with_a_sentence():
   work, calls = failing(1)
   with pytest.raises(UserError) as error:
-    connections._together(work, 1)
+    agreement._together(work, 1)
   assert not isinstance(error.value, SaidByAnotherError)
   assert len(calls) == 1  # jaxlib would fail at once.
   assert str(error.value).startswith("its devices and those of the other processes could not be")
@@ -199,7 +199,7 @@ def test_who_waits_for_a_process_that_never_answers_ends_with_a_sentence(monkeyp
 
   monkeypatch.setattr(Exchange, "__call__", exchange)
   with pytest.raises(UserError, match=r"initialization_timeout=0\.2 seconds of"):
-    connections._together(lambda: None, 0.2)
+    agreement._together(lambda: None, 0.2)
 
 
 def test_other_errors_are_not_taken_for_one_of_a_connection():
@@ -207,7 +207,7 @@ def test_other_errors_are_not_taken_for_one_of_a_connection():
     raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
   with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-    connections._together(work, 1)
+    agreement._together(work, 1)
 
 
 ABORTED = """

@@ -26,9 +26,9 @@ from maxbatch.config.load import load_config
 from maxbatch.core.accumulate import Squares
 from maxbatch.core.confidence import Interval
 from maxbatch.core.noise_scale import Estimate, Moments
+from maxbatch.noise.advice import NoiseTracker
 from maxbatch.noise.prompt_advice import prompt_advice
 from maxbatch.noise.prompts import prompt_moments, within_at
-from maxbatch.noise.tracker import NoiseTracker
 from maxbatch.rl.advantages import group_advantages
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.grpo import grpo_sums

@@ -16,7 +16,6 @@ from typing import Literal
 
 from maxbatch.config.declare import Key, PlugIns, Section, declared, helps
 from maxbatch.config.keys.batch import BatchConfig, MeshConfig, PipelineConfig
-from maxbatch.config.keys.data import DataConfig
 from maxbatch.config.keys.model import ModelConfig, PrecisionConfig
 from maxbatch.config.keys.run import (
   CheckpointConfig,
@@ -25,7 +24,7 @@ from maxbatch.config.keys.run import (
   ProfilingConfig,
   RunConfig,
 )
-from maxbatch.config.keys.training import NoiseConfig, OptimizerConfig, RLConfig
+from maxbatch.config.keys.training import DataConfig, NoiseConfig, OptimizerConfig, RLConfig
 from maxbatch.config.value import plain
 
 _NO_PLUGINS: Mapping[str, PlugIns] = {}

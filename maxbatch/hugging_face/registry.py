@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from maxbatch.errors import UserError
-from maxbatch.hugging_face.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from maxbatch.hugging_face.families.gemma import GEMMA2, GEMMA3
 from maxbatch.hugging_face.families.gpt2 import GPT2
 from maxbatch.hugging_face.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
-from maxbatch.hugging_face.families.mixtures import GPT_OSS, MIXTRAL, OLMOE, QWEN3_MOE
+from maxbatch.hugging_face.families.mixtures import (
+  DEEPSEEK_V2,
+  DEEPSEEK_V3,
+  GPT_OSS,
+  MIXTRAL,
+  OLMOE,
+  QWEN3_MOE,
+)
 from maxbatch.hugging_face.family import Family, Ours
 from maxbatch.hugging_face.model_keys import read_config_json
 

@@ -32,8 +32,13 @@ from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.data.rows import Dataset
 from maxbatch.errors import ProcessFailedError, TrainingDivergedError, UserError
-from maxbatch.hardware.agreement import check_alike, gather, shared_error
-from maxbatch.hardware.connections import connect, connect_processes
+from maxbatch.hardware.agreement import (
+  check_alike,
+  connect,
+  connect_processes,
+  gather,
+  shared_error,
+)
 from maxbatch.hardware.copies import open_copies
 from maxbatch.hardware.devices import Target, find_devices, idle_accelerators, start_devices
 from maxbatch.hardware.ending import ending_together

@@ -15,9 +15,9 @@ from maxbatch.config.schema import NoiseConfig
 from maxbatch.core.confidence import Interval
 from maxbatch.core.noise_scale import TOTAL, Estimate, Moments
 from maxbatch.models.registry import Model
+from maxbatch.noise.advice import NoiseTracker
 from maxbatch.noise.prompt_advice import prompt_advice
 from maxbatch.noise.prompts import PromptMoments, prompt_moments
-from maxbatch.noise.tracker import NoiseTracker
 from maxbatch.rl.completions import Completions
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.step import StepMetrics, rows_shardings

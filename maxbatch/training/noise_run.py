@@ -24,9 +24,8 @@ from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import sync_errors
 from maxbatch.models.registry import Model, Probed
-from maxbatch.noise.advice import advice
+from maxbatch.noise.advice import NORM, NoiseTracker, advice
 from maxbatch.noise.controller import Steering
-from maxbatch.noise.tracker import NORM, NoiseTracker
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.state import TrainState, measured_by
 from maxbatch.training.step import NoiseSums, Step, StepMetrics

@@ -15,7 +15,7 @@ from maxbatch.core.confidence import (
   ratios_of_means,
 )
 from maxbatch.core.noise_scale import Moments
-from maxbatch.noise.tracker import NoiseTracker
+from maxbatch.noise.advice import NoiseTracker
 
 
 def tracked(steps: list[Moments], window_steps: int, group: str = "total") -> NoiseTracker:
