@@ -19,7 +19,7 @@ REFUSED = {
     global_rampup_samples=9 batch_schedule_file=x batch_schedule_unit=steps batch_schedule_length=9
     batch_size_start=8 batch_size_increment=8 gns_max_batch_size=64
     accumulation=fused dropout_rate=0.1 z_loss_multiplier=0.1 load_full_state_path=x
-    precision_report=true pad_batch=true""",
+    precision_report=true pad_batch=true shard_optimizer_over_data=true""",
   "rl_task=format": """dataset_type=grain eval_fraction=0.1 max_bad_records=1
     train_data_columns=[ask] eval_data_columns=[ask] grain_file_type=jsonl grain_train_files=x
     grain_eval_files=x hf_path=x hf_name=x hf_data_dir=x hf_train_files=x hf_eval_files=x

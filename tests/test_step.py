@@ -153,18 +153,23 @@ def test_the_state_is_donated():
   assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 
+@pytest.mark.parametrize("axes", [(1, 8, 1), (8, 1, 1), (4, 2, 1)])
 @pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon"])
-def test_the_state_is_divided_from_birth(opt_type):
-  state = trainer((1, 8, 1), opt_type=opt_type).abstract
+def test_the_state_is_divided_from_birth(opt_type, axes):
+  parts = trainer(axes, opt_type=opt_type)
+  state = dataclasses.replace(parts, over_data=axes[0] > 1).abstract
 
   def share(leaf: jax.ShapeDtypeStruct) -> int:
     assert leaf.sharding is not None
     return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
-  assert all(share(leaf) * 8 == leaf.size for leaf in jax.tree.leaves(state.params))
+  vectors = 0 if axes[1] == 8 else 1  # Replicas keep all of what is one for each layer.
+  matrices = [leaf for leaf in jax.tree.leaves(state.params) if leaf.ndim > 1 + vectors]
+  assert matrices
+  assert all(share(leaf) * 8 == leaf.size for leaf in matrices)
   moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim > 1]
   assert moments
-  assert all(share(leaf) < leaf.size for leaf in moments)
+  assert all(share(leaf) < leaf.size for leaf in moments if leaf.ndim > 1 + vectors)
 
 
 def test_a_state_begins_alike_on_any_mesh():
@@ -194,6 +199,18 @@ def test_a_stage_axis_divides_the_layers():
   expected, _ = fused(plain, steps)
   result, _ = fused(staged, steps)
   assert max(relative_errors(result.params, expected.params).values()) < 1e-6
+
+
+def test_an_optimizer_divided_over_data_trains_as_one_device():
+  plain = trainer(opt_type="sgd")
+  divided = dataclasses.replace(plain, mesh=mesh(data=4), over_data=True)
+  kernel = fresh(divided).params["layers"]["mlp"]["up"]["kernel"]
+  assert kernel.addressable_data(0).size * 4 == kernel.size
+  steps = [(uneven_rows(ROWS, T), 2)]
+  expected, (one,) = fused(plain, steps)
+  result, (other,) = fused(divided, steps)
+  assert max(relative_errors(result.params, expected.params).values()) < 1e-6
+  np.testing.assert_allclose(other.grad_norm, one.grad_norm, rtol=1e-6)
 
 
 def test_evaluation_has_no_dropout_and_no_z_loss():

@@ -10,7 +10,7 @@ another number runs the same program.
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -24,7 +24,9 @@ from maxbatch.core.terms import (
   Terms,
   joined,
   over_replicas,
+  parts_over_replicas,
   safe_ratio,
+  term_weights,
   zeros_of,
 )
 
@@ -113,6 +115,7 @@ def accumulate(
   layout: Callable[[Any], Any] = lambda gradients: gradients,
   summand: Callable[[Any], Any] = lambda gradients: gradients,
   squared_norm: Callable[[Any], jax.Array] | None = None,
+  divides: Callable[[Any], Sequence[bool]] | None = None,
 ) -> Accumulate:
   """Returns the function that sums a loss and its gradient over microbatches.
 
@@ -128,6 +131,8 @@ def accumulate(
     layout: constrains the sharding of gradients, which are carried through the loop.
     summand: from a microbatch's gradients to what they add to the sums, a pytree like `zeros`.
     squared_norm: of a gradient, in any shape whose entries add up to it; given, `squares` are too.
+    divides: from the sums, pytrees like `zeros`, to whether the replicas divide each leaf among themselves,
+      along its first dim; None: each replica has all of them.
   """
 
   def run(
@@ -142,9 +147,16 @@ def accumulate(
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     counted = jnp.asarray(num_microbatches)
-    local = functools.partial(_sums, loss, layout, summand, squared_norm)
+    is_divided = divides(zeros) if divides else None
+    local = functools.partial(_sums, loss, layout, summand, squared_norm, is_divided)
     others = constants, params, counted, zeros, denominators
-    return _on_replicas(local, mesh, replicas, (rows, keys), *others)
+    places: Any = None
+    if is_divided is not None:
+      of_each = [PartitionSpec(replicas) if each else PartitionSpec() for each in is_divided]
+      gradients = jax.tree.unflatten(jax.tree.structure(zeros), of_each)
+      rest: Any = PartitionSpec()
+      places = Accumulated(gradients, rest, rest, rest)
+    return _on_replicas(local, mesh, replicas, (rows, keys), *others, places=places)
 
   return run
 
@@ -209,9 +221,17 @@ def denominators_of(terms: Terms, stats: Stats) -> dict[str, jax.Array]:
 
 
 def _on_replicas(
-  local: Callable[..., Any], mesh: Mesh | None, replicas: str, batch: Any, *others: Any
+  local: Callable[..., Any],
+  mesh: Mesh | None,
+  replicas: str,
+  batch: Any,
+  *others: Any,
+  places: Any = None,
 ) -> Any:
-  """Returns `local(axis, batch, *others)`, run on each replica with its rows of `batch` (k, B, …)."""
+  """Returns `local(axis, batch, *others)`, run on each replica with its rows of `batch` (k, B, …).
+
+  `places` are the PartitionSpecs of what it returns; None: every replica has the whole.
+  """
   if mesh is None or mesh.shape.get(replicas, 1) == 1:
     return local(None, batch, *others)
   whole = PartitionSpec()
@@ -219,7 +239,7 @@ def _on_replicas(
     functools.partial(local, replicas),
     mesh=mesh,
     in_specs=(PartitionSpec(None, replicas), *(whole for _ in others)),
-    out_specs=whole,
+    out_specs=whole if places is None else places,
     axis_names={replicas},
     check_vma=False,
   )(batch, *others)
@@ -230,6 +250,7 @@ def _sums(
   layout: Callable[[Any], Any],
   summand: Callable[[Any], Any],
   squared_norm: Callable[[Any], jax.Array] | None,
+  is_divided: Sequence[bool] | None,
   axis: str | None,
   batch: tuple[Any, jax.Array | None],
   constants: Any,
@@ -277,9 +298,14 @@ def _sums(
     divisors_k = divisors_k.reshape(k, -1).sum(1)
     of_replica, divisor = squared_norm(gradients), divisors_k.sum()
     squares = Squares(of_each, (divisors_k**2).sum(), of_replica, divisor**2)
+  result = Accumulated(gradients, terms, stats, squares)
   if axis is None:
-    return Accumulated(gradients, terms, stats, squares)
-  return over_replicas(Accumulated(gradients, terms, stats, squares), axis)
+    return result
+  if is_divided is None:
+    return over_replicas(result, axis)
+  others = result._replace(gradients=())
+  gradients, others = parts_over_replicas(gradients, is_divided, others, axis)
+  return others._replace(gradients=gradients)
 
 
 class _Gradient:
@@ -353,30 +379,6 @@ def _selected(
   zeros = zeros_of(jax.eval_shape(of_microbatch, *given, jnp.int32(0)))
   total = jax.lax.fori_loop(0, num_microbatches, add, zeros)
   return total if axis is None else over_replicas(total, axis)
-
-
-def term_weights(terms: Terms, denominators: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """Returns what each numerator counts, so that the sum divided by the first denominator is the
-  gradient of the objective.
-
-  Args:
-    terms: terms, or their shapes.
-    denominators: of the whole step.
-
-  Raises:
-    ValueError: one is missing.
-  """
-  if missing := [name for name in terms if name not in denominators]:
-    raise ValueError(
-      f"terms with denominators of their own in one dispatch of several need those of the whole step, "
-      f"and that of {', '.join(missing)} is missing: add up `sum_denominators` of all dispatches"
-    )
-  first = denominators[next(iter(terms))]
-  of_first = jnp.where(first == 0, 1.0, first)
-  return {
-    name: term.coefficient * safe_ratio(of_first, denominators[name])
-    for name, term in terms.items()
-  }
 
 
 def _no_squares(

@@ -7,7 +7,7 @@ were divided into microbatches, replicas or dispatches.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -88,6 +88,30 @@ def safe_ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
   return jnp.where(is_empty, 0.0, numerator / jnp.where(is_empty, 1.0, denominator))
 
 
+def term_weights(terms: Terms, denominators: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns what each numerator counts, so that the sum divided by the first denominator is the
+  gradient of the objective.
+
+  Args:
+    terms: terms, or their shapes.
+    denominators: of the whole step.
+
+  Raises:
+    ValueError: one is missing.
+  """
+  if missing := [name for name in terms if name not in denominators]:
+    raise ValueError(
+      f"terms with denominators of their own in one dispatch of several need those of the whole step, "
+      f"and that of {', '.join(missing)} is missing: add up `sum_denominators` of all dispatches"
+    )
+  first = denominators[next(iter(terms))]
+  of_first = jnp.where(first == 0, 1.0, first)
+  return {
+    name: term.coefficient * safe_ratio(of_first, denominators[name])
+    for name, term in terms.items()
+  }
+
+
 def map_stats(
   add: Callable[..., Any], largest: Callable[..., Any], stats: Any, *others: Any
 ) -> Any:
@@ -131,6 +155,28 @@ def over_replicas(stats: Tree, axes: str | tuple[str, ...]) -> Tree:
   summed = iter(jax.lax.psum([x for x in leaves if not _is_max(x)], axes))
   whole = [Max(jax.lax.pmax(x.largest, axes)) if _is_max(x) else next(summed) for x in leaves]
   return jax.tree.unflatten(structure, whole)
+
+
+def parts_over_replicas(
+  gradients: Any, is_divided: Sequence[bool], others: Tree, axis: str
+) -> tuple[Any, Tree]:
+  """Returns the gradients of all replicas, and what `over_replicas` makes of the others, inside a shard_map.
+
+  Args:
+    gradients: of one replica.
+    is_divided: of each leaf, whether a replica gets its part of the sum along the first dim, or the whole.
+    others: terms and statistics.
+    axis: the mesh axis of the replicas.
+  """
+  leaves, structure = jax.tree.flatten(gradients)
+  both = [*zip(leaves, is_divided, strict=True)]
+  whole, others = over_replicas(([x for x, divided in both if not divided], others), axis)
+  summed = iter(whole)
+  each = [
+    jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True) if divided else next(summed)
+    for x, divided in both
+  ]
+  return jax.tree.unflatten(structure, each), others
 
 
 def _is_max(x: Any) -> bool:

@@ -248,6 +248,7 @@ def train_step(
   optimizer: StepOptimizer,
   *,
   streamed: bool = False,
+  lends: bool = True,
   reduce: Reduce = sum_entries,
   apply_updates: Callable[[Any, Any], Any] = optax.apply_updates,
 ) -> Step:
@@ -257,6 +258,8 @@ def train_step(
     accumulate: sums gradients, terms and statistics over the microbatches of one dispatch.
     optimizer: of `step_optimizer`.
     streamed: whether a step is one dispatch for each microbatch.
+    lends: whether the gradients of a fused step may be summed in the optimizer's accumulators; not where
+      replicas divide those.
     reduce: finishes the sums of a dispatch.
     apply_updates: from parameters and updates to parameters.
   """
@@ -270,6 +273,7 @@ def train_step(
     **extra: Any,
   ) -> tuple[StepState, StepResult]:
     zeros, opt_state = _kept(state.opt_state) if streamed else _lent(state.opt_state)
+    zeros = zeros if lends else None
     is_last = optimizer.ends_step(opt_state)
     if streamed and denominators is None:
       denominators = {}  # This dispatch's own are not the step's.

@@ -145,6 +145,19 @@ def sharding(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> NamedShardi
   return NamedSharding(mesh, spec(axes, shape, mesh))
 
 
+def with_data(place: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+  """Returns the sharding divided over `data` too: along the first dim that no other axis divides, or else
+  inside of another's parts; as it is where `data` divides no dim evenly."""
+  ways, names = place.mesh.shape["data"], [*place.spec, *(None,) * (len(shape) - len(place.spec))]
+  fitting = [dim for dim, size in enumerate(place.shard_shape(tuple(shape))) if size % ways == 0]
+  if ways == 1 or not fitting:
+    return place
+  dim = min(fitting, key=lambda dim: names[dim] is not None)
+  others = (names[dim],) if isinstance(names[dim], str) else names[dim] or ()
+  names[dim] = (*others, "data") if others else "data"
+  return NamedSharding(place.mesh, PartitionSpec(*names))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
   """Returns the sharding of a value that every device holds whole."""
   return NamedSharding(mesh, PartitionSpec())

@@ -282,12 +282,13 @@ def _show(reports: Sequence[CompileReport], folder: RunFolder) -> None:
 
 def _remember(config: Config, report: str) -> None:
   """Keeps the times of one slice's steps for estimates, which know of no flags of the compiler, no state
-  on the host, no measurements beside the step, no frozen parameters, and no other network."""
+  on the host or divided over data, no measurements beside the step, no frozen parameters, and no other network."""
   measures = config.noise.gns != "off" or config.noise.gns_from_microbatches
   is_partial = config.model.lora_rank > 0 or config.optimizer.trainable
   is_streamed = config.batch.accumulation == "streamed"
   has_flags = config.compile.compiler_flags != "none" or os.environ.get("LIBTPU_INIT_ARGS")
   on_host = config.optimizer.optimizer_memory_host_offload
+  on_host |= config.optimizer.shard_optimizer_over_data
   other = measures or is_partial or is_streamed or has_flags or on_host
   keys = config.compile
   is_slice = keys.compile_topology and keys.compile_topology_num_slices == 1

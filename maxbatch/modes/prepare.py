@@ -242,7 +242,10 @@ def _initialization(resolved: ResolvedRun) -> Initialization:
 
 def _say_parts(resolved: ResolvedRun, trainer: Trainer, passed: Passed) -> None:
   where = describe_devices(resolved.target.devices)
-  passed(("mesh", f"{resolved.plan.topology} on {where}", undivided_parameters(trainer)))
+  problems = undivided_parameters(trainer)
+  if resolved.config.optimizer.shard_optimizer_over_data and not trainer.over_data:
+    problems = [*problems, "shard_optimizer_over_data=true has no effect: data has one device"]
+  passed(("mesh", f"{resolved.plan.topology} on {where}", problems))
   if trainer.pipeline:
     passed(("pipeline", str(trainer.pipeline), trainer.pipeline.open_choices))
   name = resolved.config.model.model_name

@@ -23,6 +23,11 @@ _ONLY: dict[str, tuple[object, str]] = {
     "completions of one prompt are no independent examples; gns_from_microbatches=true measures "
     "per prompt",
   ),
+  "shard_optimizer_over_data": (
+    False,
+    "the weights sample too, and divided ones would be gathered for every token; "
+    "ici_fsdp_parallelism divides the optimizer as well",
+  ),
   "load_full_state_path": (
     "",
     "its position counts samples of text; load_parameters_path starts a new run",

@@ -4,13 +4,13 @@ k microbatches, B rows of a microbatch over all devices, T tokens.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from maxbatch.core.accumulate import (
   Accumulate,
@@ -42,6 +42,8 @@ def model_accumulate(
   measures: Measures = NOTHING,
   loss: Loss = TEXT,
   scale: jax.Array | None = None,
+  *,
+  places: Any = None,
 ) -> Accumulate:
   """Returns the function that sums a model's loss and gradients over microbatches.
 
@@ -49,17 +51,21 @@ def model_accumulate(
     frozen: the parameters that do not train, of which no gradient is formed; None: there are none.
     measures: what is summed up besides.
     scale: float32 scalar by which the gradients, not the loss, are multiplied; None: by nothing.
+    places: the shardings of parameters that replicas divide among themselves, as their gradients then are;
+      None: every replica has all.
 
   Its sums are in parts (…, F, S), for partial_sums.joined_sums.
   """
   loss_fn = functools.partial(_loss, model, loss, measures)
+  squared = functools.partial(_squared, model) if measures.microbatch_squares else None
   accumulate_parts = accumulate(
-    loss_fn,
+    loss_fn if places is None else lambda params, *rest: loss_fn(_together(params), *rest),
     mesh,
     constants=(frozen or {}, scale),
     layout=functools.partial(_constrained, model),
     summand=functools.partial(_summands, model),
-    squared_norm=functools.partial(_squared, model) if measures.microbatch_squares else None,
+    squared_norm=squared and (lambda gradients: squared(_together(gradients))),
+    divides=functools.partial(_divided, places) if places else None,
   )
 
   def run(
@@ -74,6 +80,8 @@ def model_accumulate(
     local_rows = loss.rows(rows).inputs.shape[1] // mesh.shape["data"]
     tensor = mesh.shape["tensor"]
     probes = model.probes(local_rows, tensor)
+    if places is not None:
+      params, zeros = _apart(model, params, places), None
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     result = accumulate_parts(
@@ -90,9 +98,49 @@ def model_accumulate(
     stats = dict(result.stats)
     if measures.noise(model):
       stats[PROBES] = Sum(result.gradients[_PROBES])
-    return result._replace(gradients=result.gradients[_PARAMS], stats=stats)
+    gradients = _together(result.gradients[_PARAMS])
+    return result._replace(gradients=gradients, stats=stats)
 
   return run
+
+
+def _apart(model: Model, params: Parameters, places: Any) -> Parameters:
+  """Returns the parameters with a list of layers in place of each stack whose layers replicas divide.
+
+  In a stack the parts of a replica lie in as many places as it has layers, and messages begin with a copy;
+  of a single layer they are one piece. The compiler finds each in the stack that the model takes apart.
+  """
+  axes = model.axes()
+
+  def one(path: Sequence[Any], x: jax.Array, place: NamedSharding) -> Any:
+    is_stack = axes[tuple(entry.key for entry in path)][:1] == ("layers",) and x.shape[0] > 1
+    if model.config.scan_layers or not is_stack or "data" not in place.spec[1:]:
+      return x
+    return [layer.squeeze(0) for layer in jax.lax.split(x, (1,) * x.shape[0])]
+
+  return jax.tree_util.tree_map_with_path(one, params, places)
+
+
+def _is_apart(leaf: Any) -> bool:
+  return isinstance(leaf, list)
+
+
+def _together(tree: Any) -> Any:
+  """Returns the stacks that `_apart` has made lists of."""
+  return jax.tree.map(lambda x: jnp.stack(x) if _is_apart(x) else x, tree, is_leaf=_is_apart)
+
+
+def _divided(places: Any, gradients: dict[str, Parameters]) -> list[bool]:
+  """Returns, leaf by leaf, whether `data` alone divides the first dim. Of others, whose parts are in many
+  places, a replica has the whole sum, of which the compiler takes its part."""
+
+  def one(place: NamedSharding, gradient: Any) -> Any:
+    spec = place.spec[1:] if _is_apart(gradient) else place.spec
+    return jax.tree.map(lambda _: spec[:1] == ("data",), gradient)
+
+  each = jax.tree.map(lambda _: False, gradients)
+  each[_PARAMS] = jax.tree.map(one, places, gradients[_PARAMS])
+  return jax.tree.leaves(each)
 
 
 def dispatch_denominators(
@@ -166,7 +214,14 @@ def _loss(
 def _constrained(model: Model, gradients: dict[str, Parameters]) -> dict[str, Parameters]:
   """Returns the gradients, those of parameters laid out like them."""
   axes = model.axes()
-  kept = by_path(lambda path, g: constrain(g, axes[path]), gradients[_PARAMS])
+
+  def one(path: Sequence[Any], gradient: Any) -> Any:
+    names = axes[tuple(entry.key for entry in path)]
+    if _is_apart(gradient):
+      return [constrain(layer, names[1:]) for layer in gradient]
+    return constrain(gradient, names)
+
+  kept = jax.tree_util.tree_map_with_path(one, gradients[_PARAMS], is_leaf=_is_apart)
   return gradients | {_PARAMS: kept}
 
 

@@ -135,6 +135,7 @@ def _trainer(
     loss_scaling=loss_scaling,
     compiler_flags=flags,
     optimizer_on_host=optimizer.optimizer_memory_host_offload,
+    over_data=optimizer.shard_optimizer_over_data and layout.shape["data"] > 1,
   )
 
 

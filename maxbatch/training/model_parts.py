@@ -22,9 +22,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.core import Tracer
 
-from maxbatch.core.accumulate import term_weights
 from maxbatch.core.rows import sample_keys
-from maxbatch.core.terms import Ratio, Stats, Terms, joined, over_replicas, zeros_of
+from maxbatch.core.terms import Ratio, Stats, Terms, joined, over_replicas, term_weights, zeros_of
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import auto_axis_sizes

@@ -29,7 +29,7 @@ from maxbatch.config.registry import registered
 from maxbatch.config.schema import OptimizerConfig
 from maxbatch.core.train_step import StepOptimizer, step_optimizer
 from maxbatch.errors import UserError
-from maxbatch.hardware.sharding import LogicalAxes, sharding
+from maxbatch.hardware.sharding import LogicalAxes, sharding, with_data
 from maxbatch.precision.policy import Policy, stochastically_updated
 
 Path = tuple[str, ...]
@@ -75,7 +75,12 @@ def shared_axes(shape: Sequence[int], of: Sequence[int], axes: LogicalAxes) -> L
 
 
 def place_optimizer_state(
-  state: Any, params: Any, axes: Mapping[Path, LogicalAxes], mesh: Mesh
+  state: Any,
+  params: Any,
+  axes: Mapping[Path, LogicalAxes],
+  mesh: Mesh,
+  *,
+  over_data: bool = False,
 ) -> Any:
   """Returns shape, dtype and sharding of every leaf of the optimizer's state.
 
@@ -83,6 +88,7 @@ def place_optimizer_state(
     state: shapes of the state.
     params: shapes of the parameters that train.
     axes: logical axes of every parameter by its path.
+    over_data: whether its leaves are divided over the replicas too, where these divide them evenly.
 
   Raises:
     UserError: the parameters are divided, but a large leaf has no dim by which it could be.
@@ -102,9 +108,17 @@ def place_optimizer_state(
     where = sharding(names, leaf.shape, mesh)
     if where.is_fully_replicated:
       _check_size(path, leaf, owner, divided)
+    if over_data and owner and is_matrix(axes[owner]):
+      where = with_data(where, leaf.shape)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
   return jax.tree_util.tree_map_with_path(place, state)
+
+
+def is_matrix(axes: LogicalAxes) -> bool:
+  """Returns whether a parameter has more than a vector for each layer: what replicas divide, as a message of
+  its own for every norm's scale takes longer than all of them save."""
+  return sum(axis != "layers" for axis in axes) > 1
 
 
 def _check_size(

@@ -23,7 +23,7 @@ from maxbatch.core.terms import Ratio, Sum, zeros_of
 from maxbatch.core.train_step import StepOptimizer
 from maxbatch.core.train_step import Sums as StepSums
 from maxbatch.hardware.compiler_flags import CompilerFlags, quick_flags
-from maxbatch.hardware.sharding import replicated, sharding
+from maxbatch.hardware.sharding import replicated, sharding, with_data
 from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.precision.loss_scale import LossScale, LossScaling
 from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums
@@ -35,7 +35,7 @@ from maxbatch.training.objective import (
   zero_model_sums,
   zero_stats,
 )
-from maxbatch.training.optimizer import place_optimizer_state
+from maxbatch.training.optimizer import is_matrix, place_optimizer_state
 
 _HOST = "pinned_host"
 """jax's name for the memory of a device's host that the device can read."""
@@ -136,26 +136,33 @@ class StateParts:
     return TrainState(params, self.optimizer.init(params), sums, frozen, scale)
 
 
-def abstract_state(parts: StateParts, mesh: Mesh, *, optimizer_on_host: bool = False) -> TrainState:
+def abstract_state(
+  parts: StateParts, mesh: Mesh, *, optimizer_on_host: bool = False, over_data: bool = False
+) -> TrainState:
   """Returns shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
 
   Optimizer state is divided as its parameters are (training/optimizer.py); counters and sums are on
-  every device. With `optimizer_on_host` its arrays are in the hosts' memory.
+  every device. With `optimizer_on_host` its arrays are in the hosts' memory. With `over_data` replicas divide
+  it among themselves, with the accumulators and the parameters that train.
 
   Raises:
     UserError: optimizer state that is large and cannot be divided.
   """
   shapes = jax.eval_shape(lambda key: parts.begin(parts.model.init(key)), jax.random.key(0))
-  axes = parts.model.axes()
+  axes, frozen = parts.model.axes(), parts.model.frozen
 
   def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
     mirrors = names in axes and len(axes[names]) == leaf.ndim
     where = sharding(axes[names], leaf.shape, mesh) if mirrors else replicated(mesh)
+    # The sums and parameters that train.
+    if over_data and mirrors and names not in frozen and is_matrix(axes[names]):
+      where = with_data(where, leaf.shape)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
   state = jax.tree_util.tree_map_with_path(place, shapes)
-  inner = place_optimizer_state(shapes.opt_state.inner_opt_state, shapes.params, axes, mesh)
+  of_optimizer = shapes.opt_state.inner_opt_state, shapes.params, axes, mesh
+  inner = place_optimizer_state(*of_optimizer, over_data=over_data)
   if optimizer_on_host:
     inner = jax.tree.map(
       lambda leaf: (

@@ -1,8 +1,7 @@
 """One optimizer update as a compiled function of pytrees, fed in one of two ways.
 
-fused: all microbatches in one dispatch; streamed: one dispatch per microbatch, summed by
-optax.MultiSteps across dispatches. Both are the core's train_step (core/train_step.py) around the
-same sums, and agree to rounding.
+fused: all microbatches in one dispatch; streamed: one per microbatch, summed by optax.MultiSteps. Both are
+the core's train_step (core/train_step.py) around the same sums, and agree to rounding.
 """
 
 import dataclasses
@@ -149,6 +148,8 @@ class Trainer:
   compiler_flags: CompilerFlags = NO_FLAGS
   optimizer_on_host: bool = False
   """Whether the optimizer's state is in the memory of the devices' hosts between updates."""
+  over_data: bool = False
+  """Whether replicas divide among themselves what is updated: state, accumulators, parameters that train."""
 
   @property
   def _state_parts(self) -> StateParts:
@@ -158,7 +159,8 @@ class Trainer:
   @functools.cached_property
   def abstract(self) -> TrainState:
     """The state's shapes, dtypes and shardings."""
-    return abstract_state(self._state_parts, self.mesh, optimizer_on_host=self.optimizer_on_host)
+    where = {"optimizer_on_host": self.optimizer_on_host, "over_data": self.over_data}
+    return abstract_state(self._state_parts, self.mesh, **where)
 
   @functools.cached_property
   def _create(self) -> Callable[[jax.Array], TrainState]:
@@ -267,6 +269,7 @@ def update(
     accumulate,
     trainer.optimizer,
     streamed=trainer.streamed,
+    lends=not trainer.over_data,
     reduce=functools.partial(_reduce, trainer),
     apply_updates=functools.partial(
       apply_updates, trainer.model.policy, trainer.dropout_key, state.opt_state.gradient_step
@@ -309,7 +312,8 @@ def _accumulate(trainer: Trainer, state: TrainState) -> Accumulate:
   scale = None if state.loss_scale is None else state.loss_scale.scale
   if trainer.pipeline is None:
     parts = trainer.model, trainer.mesh, state.frozen, trainer.measures, trainer.loss, scale
-    return unscaled(model_accumulate(*parts), state.loss_scale)
+    places = shardings(trainer.abstract.params) if trainer.over_data else None
+    return unscaled(model_accumulate(*parts, places=places), state.loss_scale)
   parts = trainer.model, trainer.pipeline, trainer.mesh, state.frozen, trainer.dropout_key
   pipelined = pipelined_accumulate(*parts, trainer.measures, scale, loss=trainer.loss)
   return unscaled(pipelined, state.loss_scale)
@@ -338,10 +342,8 @@ def _metrics(
   stats, loads = load_metrics(sums.stats)
   noise = None
   if ROWS in stats:
-    rows, tokens, of_rows = stats.pop(ROWS), stats.pop(ROW_TOKENS_SQUARED), stats.pop(PROBES)
-    assert isinstance(rows, Sum)
-    assert isinstance(tokens, Sum)
-    assert isinstance(of_rows, Sum)
+    names = ROWS, ROW_TOKENS_SQUARED, PROBES
+    rows, tokens, of_rows = (cast(Sum, stats.pop(name)) for name in names)
     of_experts = expert_squares(trainer.model, sums.squares, result.measured[1])
     of_all = cast(Parameters, of_rows.total), jax.tree.map(jnp.sum, sums.squares)
     noise = NoiseSums(rows.total, tokens.total, *of_all, of_experts)

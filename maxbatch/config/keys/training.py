@@ -242,6 +242,9 @@ class OptimizerConfig(Section, heading="the optimizer"):
   optimizer_memory_host_offload: bool = key(False, CHANGEABLE)
   """Keep the optimizer's state in host memory between updates, for devices whose memory it fills;
   false: on the devices."""
+  shard_optimizer_over_data: bool = key(False, CHANGEABLE)
+  """Divide the optimizer's state and what it updates over the data axis too (ZeRO-1), for less memory;
+  false: every replica has all."""
   trainable: Annotated[tuple[str, ...], Example('["layers/attention/*", "head"]')] = key((), FIXED)
   """Patterns of the paths of parameters that train, for example ["layers/attention/*", "head"];
   others are frozen; []: all, or only the adapters with lora_rank."""
