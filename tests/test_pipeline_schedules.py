@@ -119,7 +119,7 @@ def test_inputs_are_tried_beside_the_fastest(tmp_path, faster):
 
 
 def test_of_a_given_schedule_only_what_stages_keep_is_chosen(tmp_path):
-  keys = {"pipeline_schedule": "gpipe", "pipeline_saved_activations": "auto"}
+  keys: dict[str, Any] = {"pipeline_schedule": "gpipe", "pipeline_saved_activations": "auto"}
   machine = Machine()
   chosen, _ = resolved(tmp_path, machine, **keys)
   assert (machine.asked, taken(chosen)) == (
