@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Coroutine, Mapping
+from itertools import islice
 from typing import Any, TypeVar
 
 from maxbatch.errors import SaidByAnotherError, UserError
@@ -75,9 +76,14 @@ class Peers:
     self._loop.set_exception_handler(_report)
     threading.Thread(target=self._loop.run_forever, daemon=True, name="peers").start()
 
-  def missing(self) -> list[int]:
-    """Returns, in process 0, the processes that have not come."""
-    return sorted({*range(1, self.num_processes)} - {*self._star.there()})
+  def missing(self, most: int | None = None) -> list[int]:
+    """Returns, in process 0, the first processes that have not come; `most` of them at most."""
+    there = {*self._star.there()}
+    return list(islice((n for n in range(1, self.num_processes) if n not in there), most))
+
+  def num_missing(self) -> int:
+    """Returns, in process 0, how many have not come: a number of processes that is a mistake may be large."""
+    return self.num_processes - 1 - len(self._star.there())
 
   def host_of(self, process: int) -> str:
     """Returns a process's host, as far as it is known."""

@@ -360,18 +360,18 @@ def _initialize(
     except queue.Empty:
       if peers.refusal:  # Those that never came have not heard of it.
         return UserError(peers.refusal)
-      return _late(stated, limit, peers.missing())
+      return _late(stated, limit, peers.missing(_NAMED), peers.num_missing())
 
 
-def _late(stated: StatedProcesses, limit: int, missing: Sequence[int]) -> str:
+def _late(stated: StatedProcesses, limit: int, missing: Sequence[int], num_missing: int) -> str:
   """Returns why processes may not have joined in time; the first of those missing are known in process 0
   alone."""
   count = f"the {stated.num_processes}" if stated.num_processes else "all"
   late = f"{count} processes did not arrive within jax_distributed_initialization_timeout={limit}"
   late += " seconds"
   if missing:
-    more = len(missing) - _NAMED
-    numbers = ", ".join(map(str, missing[:_NAMED]))
+    more = num_missing - len(missing)
+    numbers = ", ".join(map(str, missing))
     late += f"; missing: process {numbers}{f' and {more:,} more' if more > 0 else ''}"
   elif stated.address is not None:
     try:
