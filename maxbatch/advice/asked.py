@@ -21,6 +21,7 @@ from maxbatch.hardware.topologies import FAMILIES, slice_named
 from maxbatch.pipeline_parallel.layout import (
   allowed_repeats,
   fewest_microbatches,
+  forwarding_delay,
   with_least_bubble,
 )
 from maxbatch.pipeline_parallel.schedule import schedule_named
@@ -267,13 +268,12 @@ def stages_of(config: Config) -> Stages | None:
       f"{keys.num_layers_per_pipeline_stage} do not divide {layers} layers; for example ici_pipeline_parallelism={near} "
       "dcn_pipeline_parallelism=1 num_pipeline_repeats=-1 num_layers_per_pipeline_stage=-1"
     )
-  delay = 2 if keys.pipeline_delay_activation_forwarding else 1
   return Stages(
     schedule=schedule,
     in_slice=in_slice,
     slices=slices,
     repeats=allowed[0],
-    forwarding_delay=delay,
+    forwarding_delay=forwarding_delay(keys),
     stash=keys.pipeline_saved_activations,
     num_first_layers=config.model.first_num_dense_layers,
     streamed=config.batch.accumulation == "streamed" or is_rl(config.rl),

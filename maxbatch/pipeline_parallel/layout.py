@@ -75,7 +75,7 @@ def _accompanying_keys(config: Config, layout: Topology) -> Iterator[Keys]:
   yield {"num_pipeline_microbatches": -1}
   yield _OPEN
   # Then every group of devices has as many samples in a microbatch as the stages need pipeline microbatches.
-  least = Fraction(_forwarding_delay(config.pipeline), layout.shape["tensor"])
+  least = Fraction(forwarding_delay(config.pipeline), layout.shape["tensor"])
   smallest: Keys = {**_OPEN, **_NO_SIZE, "per_device_batch_size": least}
   yield smallest
   yield {**smallest, **_NO_RAMP}
@@ -159,9 +159,9 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
       _stage_offers(config),
     )
   repeats, layers = _layers(config, schedule, plan.topology)
-  forwarding_delay = _forwarding_delay(keys)
+  delay = forwarding_delay(keys)
   num_pipeline_microbatches, choices = _num_pipeline_microbatches(
-    config, schedule, plan, TimetableShape(stages, 1, repeats, forwarding_delay)
+    config, schedule, plan, TimetableShape(stages, 1, repeats, delay)
   )
   num_microbatches, streamed = plan.num_microbatches, config.batch.accumulation == "streamed"
   known = max(point.num_microbatches for point in plan.schedule.points)
@@ -188,7 +188,7 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
       plan.micro_batch_to_train // parts, plan.topology, num_pipeline_microbatches
     ),
     choices=choices,
-    forwarding_delay=forwarding_delay,
+    forwarding_delay=delay,
     stash="input" if keys.pipeline_saved_activations == "auto" else keys.pipeline_saved_activations,
     stash_is_open=keys.pipeline_saved_activations == "auto",
     is_open=keys.num_pipeline_microbatches == -1 and len(choices) > 1,
@@ -208,10 +208,11 @@ def _smaller_timetable(plan: BatchPlan, known: int) -> str:
 def fewest_microbatches(config: PipelineConfig, stages: int) -> int:
   """Returns the fewest microbatches of a timetable: one for each stage, with delayed forwarding two; without
   a schedule there is none, and one microbatch."""
-  return 1 if config.pipeline_schedule == "none" else _forwarding_delay(config) * stages
+  return 1 if config.pipeline_schedule == "none" else forwarding_delay(config) * stages
 
 
-def _forwarding_delay(config: PipelineConfig) -> int:
+def forwarding_delay(config: PipelineConfig) -> int:
+  """Returns the ticks from computing a result to using it on the next stage."""
   return 2 if config.pipeline_delay_activation_forwarding else 1
 
 
