@@ -37,7 +37,7 @@ jax.config.update(_OPTIMIZATION, True)
 
 # XLA reads its flags once; the tests see those of the caller.
 _FLAGS = os.environ.get("XLA_FLAGS")
-os.environ["XLA_FLAGS"] = f"{_FLAGS or ''} {QUICKLY}"
+os.environ["XLA_FLAGS"] = f"{_FLAGS or ''} {QUICKLY}".strip()
 jax.devices()
 os.environ.pop("XLA_FLAGS", None)
 if _FLAGS is not None:

@@ -38,7 +38,7 @@ def environment(**changes: str) -> dict[str, str]:
   code, is there for the next, however small it is.
   """
   return os.environ | {
-    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY}",
+    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY}".strip(),
     "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"],
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
