@@ -283,6 +283,11 @@ PRINTED: Mapping[str, tuple[str, str]] = {
     "ici_data_parallelism=1 ici_fsdp_parallelism=-1 micro_batch_size=explore",
     "   micro_batch_size",
   ),
+  "schedules": (
+    f"{_4_STAGES} per_device_batch_size=4 num_pipeline_microbatches=16 pipeline_schedule=auto "
+    "pipeline_saved_activations=auto",
+    "Pipeline schedules",
+  ),
   "ranking": (
     "compile_topology=v5e-16 ici_pipeline_parallelism=4 ici_fsdp_parallelism=4 ici_data_parallelism=1 "
     "base_num_decoder_layers=8 base_emb_dim=512 base_mlp_dim=2048 base_num_query_heads=8 "

@@ -19,7 +19,7 @@ from maxbatch.errors import UserError
 from maxbatch.models.registry import Model
 from maxbatch.training.loss import LossOptions, cross_entropy_parts, loss_options, loss_sum
 from maxbatch.training.metrics import NO_METRICS
-from maxbatch.training.tiles import keeps_gradients, num_tiles
+from maxbatch.training.tiles import keeps_gradients, num_tiles, unwritten
 
 B, T, D, V = 3, 12, 8, 29
 
@@ -309,7 +309,7 @@ def test_gradients_of_logits_are_kept_where_they_are_no_larger_than_the_matrix_s
 def test_tiles_that_add_to_nothing_are_smaller():
   wide = "vocab_size=128256", "base_emb_dim=4096"
   assert num_tiles(tiny_config(*wide), 4, 2048) == 2
-  assert num_tiles(tiny_config(*wide), 4, 2048, is_kept=True) == 8
+  assert num_tiles(tiny_config(*wide), 4, 2048, is_kept=True) == 16
   model = tiny_model("vocab_size=65536", "base_emb_dim=2048", "dtype=bfloat16")
   options = [
     loss_options(model, rows, 512, is_training=is_training, metrics=NO_METRICS)
@@ -317,6 +317,17 @@ def test_tiles_that_add_to_nothing_are_smaller():
   ]
   # 4096 tokens are twice the width: their logits take twice the gradient's 512 MiB.
   assert [(x.tiles, x.is_kept) for x in options] == [(8, True), (2, False), (4, False), (1, False)]
+
+
+def test_kept_gradients_have_memory_on_tpus_once_there_are_hidden_states(monkeypatch):
+  x = inputs()
+  plain = tiled(x, 3, is_kept=True)
+  monkeypatch.setattr("maxbatch.training.tiles.is_for_tpu", lambda: True)
+  program = jax.make_jaxpr(lambda hidden_BTD: unwritten(hidden_BTD, (3, V)))(x.hidden_BTD)
+  # XLA's schedulers keep a conditional behind what it depends on.
+  assert "cond" in [e.primitive.name for e in program.eqns]
+  for result, expected in zip(tiled(x, 3, is_kept=True), plain, strict=True):
+    np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -327,9 +338,8 @@ def test_no_sum_over_tiles_where_their_gradients_are_kept(is_kept):
     arrays = x.hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT
     return cross_entropy_parts(*arrays, options).loss.sum()
 
-  loops = [
-    e for e in jax.make_jaxpr(jax.grad(loss))(x.matrix_DV).eqns if e.primitive.name == "scan"
-  ]
+  equations = jax.make_jaxpr(jax.grad(loss))(x.matrix_DV).eqns
+  loops = [e for e in equations if e.primitive.name == "scan"]
   results = [str(variable.aval) for loop in loops for variable in loop.outvars]
   assert (f"bfloat16[3,{B},{T // 3},{V}]" in results) == is_kept
   assert (f"float32[{D},{V}]" in results) != is_kept

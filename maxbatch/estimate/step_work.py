@@ -35,8 +35,8 @@ _REGISTER = 1024
 _LANES = 128
 _SMALLEST_TILE = 64 * 2**20
 """Bytes of logits that a tile of the loss has at least, where there are so many (training/tiles.py)."""
-_SMALLEST_ON_GPU, _LARGEST_ON_GPU = 4096, 2**30
-"""Tokens that it has at least on GPUs, and bytes that it has at most."""
+_LARGEST_KEPT, _SMALLEST_ON_GPU, _LARGEST_ON_GPU = 512, 4096, 2**30
+"""Tokens that it has at most where gradients are kept, and at least on GPUs; bytes that it has there at most."""
 _KERNEL_BLOCKS = (512, 384, 256, 128)
 _KERNEL_PRODUCTS = {"forward": 2, "backward": 7}
 """Products of T × T × H in attention kernels: backward, for queries (3), keys and values (4), with weights anew."""
@@ -122,12 +122,12 @@ class StepWork:
     """
     if self.model.num_vocab_tiling:
       return self.model.num_vocab_tiling
-    logits = tokens * self.model.vocab_size / ways * 4
-    gradient = self.table_parameters / ways * 4
-    largest = max(gradient / 4 if self.keeps_gradients(tokens) else gradient, _SMALLEST_TILE)
+    of_token, largest = (size / ways * 4 for size in (self.model.vocab_size, self.table_parameters))
+    if self.keeps_gradients(tokens):
+      largest = min(largest / 4, of_token * _LARGEST_KEPT)
     if is_gpu:
-      largest = min(max(largest, logits / tokens * _SMALLEST_ON_GPU), _LARGEST_ON_GPU)
-    wanted = min(self.length, math.ceil(logits / largest))
+      largest = min(max(largest, of_token * _SMALLEST_ON_GPU), _LARGEST_ON_GPU)
+    wanted = min(self.length, math.ceil(tokens * of_token / max(largest, _SMALLEST_TILE)))
     equal = next(n for n in range(wanted, self.length + 1) if self.length % n == 0)
     return equal if equal <= 2 * wanted else wanted
 

@@ -8,7 +8,7 @@ exactly the loss of the whole batch; the one division by the step's weight comes
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -41,7 +41,7 @@ from maxbatch.training.metrics import (
   token_sums,
   zero_token_sums,
 )
-from maxbatch.training.tiles import cut_tokens, keeps_gradients, num_tiles, scan_tiles
+from maxbatch.training.tiles import cut_tokens, keeps_gradients, num_tiles, scan_tiles, unwritten
 
 _MATRIX_AXES = ("embed", "vocab")
 
@@ -280,8 +280,7 @@ def _with_gradients(
   is_kept = options.is_kept and of_matrix
 
   def gradients(hidden, d_logits):
-    d_logits_XV = d_logits.reshape(-1, d_logits.shape[-1])
-    hidden_XD = hidden.reshape(-1, hidden.shape[-1])
+    d_logits_XV, hidden_XD = (x.reshape(-1, x.shape[-1]) for x in (d_logits, hidden))
     d_hidden = (d_logits_XV @ matrix_DV.T).reshape(hidden.shape) if of_hidden else None
     if not of_matrix:
       return d_hidden, None
@@ -290,22 +289,25 @@ def _with_gradients(
     return d_hidden, jnp.matmul(hidden_XD.T, d_logits_XV, preferred_element_type=jnp.float32)
 
   def add_tile(carry, tile):
-    total, d_matrix_DV = carry
+    (total, summed), (index, *tile) = carry, tile
     new, d_logits_BCV = _tile_sum(tile, matrix_DV, options)
     if scale_B is not None:
       d_logits_BCV = d_logits_BCV * scale_B[:, None, None]
     d_logits_BCV = options.policy.rounded(d_logits_BCV).astype(hidden_BTD.dtype)
     if is_kept:
-      return (_add(total, new), None), d_logits_BCV
+      summed = jax.lax.dynamic_update_index_in_dim(summed, d_logits_BCV, index, 0)
+      return (_add(total, new), summed), None
     d_hidden_BCD, d_tile_DV = gradients(tile[0], d_logits_BCV)
-    return (_add(total, new), d_matrix_DV + d_tile_DV if of_matrix else None), d_hidden_BCD
+    return (_add(total, new), summed + d_tile_DV if of_matrix else None), d_hidden_BCD
 
-  d_matrix_DV = jnp.zeros(matrix_DV.shape, jnp.float32) if of_matrix and not is_kept else None
   cut = cut_tokens(options.tiles, hidden_BTD, targets_BT, weights_BT)
-  zeros = _zero(options.metrics), d_matrix_DV
-  (total, d_matrix_DV), d_hidden = scan_tiles(add_tile, zeros, cut, options.tiles)
   if is_kept:
-    d_hidden, d_matrix_DV = gradients(cut[0], d_hidden)
+    summed = unwritten(hidden_BTD, (*cut[1].shape, matrix_DV.shape[1]))
+  else:
+    summed = jnp.zeros(matrix_DV.shape, jnp.float32) if of_matrix else None
+  carry, cut = (_zero(options.metrics), summed), (jnp.arange(options.tiles), *cut)
+  (total, summed), d_hidden = scan_tiles(add_tile, carry, cut, options.tiles)
+  d_hidden, d_matrix_DV = gradients(cut[1], summed) if is_kept else (d_hidden, summed)
   B, T, D = hidden_BTD.shape
   if d_hidden is not None:
     d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(B, -1, D)[:, :T]
@@ -367,9 +369,7 @@ _measured_sum.defvjp(_measured_forward, _measured_backward)
 
 
 def _tile_sum(
-  tile: tuple[jax.Array, jax.Array, jax.Array],
-  matrix_DV: jax.Array,
-  options: LossOptions,
+  tile: Sequence[jax.Array], matrix_DV: jax.Array, options: LossOptions
 ) -> tuple[LossSums, jax.Array]:
   """Computes the sums over a tile and the loss's gradient by the logits, all float32."""
   hidden_BCD, targets_BC, weights_BC = tile

@@ -4,7 +4,7 @@ B rows, T tokens, D width, V vocabulary, C tokens of a tile.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +14,12 @@ from jax.typing import DTypeLike
 from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import local_shape
-from maxbatch.models.forms import is_for_gpu
+from maxbatch.models.forms import is_for_gpu, is_for_tpu
 
 _SMALLEST_TILE = 64 * 2**20
 """Bytes of logits."""
+_LARGEST_KEPT = 512
+"""Tokens: products with as many take about as long as a v6e reads the matrix, on other TPUs longer."""
 SMALLEST_ON_GPU = 4096
 """Tokens, of all rows that a device has: with 512 a product with GPT-2's output matrix takes 1.3 times as
 long on an H100, which then waits for memory, and each tile starts a dozen kernels."""
@@ -42,9 +44,9 @@ def num_tiles(config: ModelConfig, rows: int, length: int, *, is_kept: bool = Fa
   if it has few tokens: with tiles of 64 MiB half of the step of Qwen3-0.6B on a v5e-16 was this. The
   gradient has to be held anyway; logits of its size have as many tokens as the model is wide.
 
-  Where the logits' gradient is kept (`is_kept`), tiles add to nothing, and are a quarter as large. On
-  GPUs no tile has fewer than SMALLEST_ON_GPU tokens, where there are so many, unless their logits have more
-  than LARGEST_ON_GPU bytes.
+  Where the logits' gradient is kept (`is_kept`), tiles add to nothing, are a quarter as large, and have at
+  most _LARGEST_KEPT tokens. On GPUs no tile has fewer than SMALLEST_ON_GPU tokens, where there are so many,
+  unless their logits have more than LARGEST_ON_GPU bytes.
 
   Raises:
     UserError: more tiles are asked for than there are tokens.
@@ -59,10 +61,12 @@ def num_tiles(config: ModelConfig, rows: int, length: int, *, is_kept: bool = Fa
   V, D = config.vocab_size, config.base_emb_dim
   logits = math.prod(local_shape(("batch", "length", "vocab"), (rows, length, V))) * 4
   gradient = math.prod(local_shape((None, "vocab"), (D, V))) * 4
-  largest = max(gradient // 4 if is_kept else gradient, _SMALLEST_TILE)
   rows, length = local_shape(("batch", "length"), (rows, length))
+  of_token = logits // (rows * length)
+  largest = min(gradient // 4, of_token * _LARGEST_KEPT) if is_kept else gradient
+  largest = max(largest, _SMALLEST_TILE)
   if is_for_gpu():
-    largest = max(largest, logits // (rows * length) * SMALLEST_ON_GPU)
+    largest = max(largest, of_token * SMALLEST_ON_GPU)
     largest = min(largest, LARGEST_ON_GPU)
   wanted = min(length, -(-logits // largest))
   # Tiles that divide the row need no copy; but a prime length has only those of one token.
@@ -91,3 +95,19 @@ def scan_tiles(body: Callable[..., Any], carry: Any, cut: tuple[jax.Array, ...],
     return jax.lax.scan(body, carry, cut)
   carry, out = body(carry, tuple(x[0] for x in cut))
   return carry, jax.tree.map(lambda x: x[None], out)
+
+
+def unwritten(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+  """Returns an array of x's dtype to be written from end to end, which on TPU has no memory before x has.
+
+  Flags for collectives beside products move what a scan stacks ahead of the layers' forward pass. An array
+  out of a conditional stays behind its condition, and takes no time: whatever x is, nothing is written.
+  """
+  if not is_for_tpu():
+    return jnp.zeros(shape, x.dtype)
+  # Two that differ: the compiler would take equal ones out of their conditional.
+  return jax.lax.cond(
+    x[(0,) * x.ndim] > 0,
+    lambda: jax.lax.empty(tuple(shape), x.dtype),
+    lambda: jax.lax.empty(tuple(shape)[::-1], x.dtype).reshape(shape),
+  )
