@@ -50,14 +50,20 @@ AT = AttentionContext(jnp.zeros((1, T), jnp.int32), None, None, None)
 
 def layer(**keys):
   settings = model_config(**EXPERTS | keys)
-  experts = Experts(nnx.Rngs(0), settings, 1.0)
-  if experts.router.bias is not None:
-    experts.router.bias.set_value(jnp.linspace(-0.3, 0.3, E))
-  add_adapters(experts, settings, nnx.Rngs(1))
-  for seed, (path, leaf) in enumerate(nnx.to_flat_state(nnx.state(experts))):
-    if path[-1] in ("bias", "logit_bias", "lora_b") and not isinstance(leaf, Buffer):
-      leaf.set_value(0.3 * jax.random.normal(jax.random.key(seed), leaf.shape))
-  return settings, *nnx.split(experts)
+
+  # One program: each operation by itself is one of its own.
+  @nnx.jit
+  def made():
+    experts = Experts(nnx.Rngs(0), settings, 1.0)
+    if experts.router.bias is not None:
+      experts.router.bias.set_value(jnp.linspace(-0.3, 0.3, E))
+    add_adapters(experts, settings, nnx.Rngs(1))
+    for seed, (path, leaf) in enumerate(nnx.to_flat_state(nnx.state(experts))):
+      if path[-1] in ("bias", "logit_bias", "lora_b") and not isinstance(leaf, Buffer):
+        leaf.set_value(0.3 * jax.random.normal(jax.random.key(seed), leaf.shape))
+    return experts
+
+  return settings, *nnx.split(made())
 
 
 def whole(matrix, settings, of_router=False):
@@ -129,26 +135,39 @@ def test_on_tpus_parts_of_the_experts_add_up_to_all(form, monkeypatch):
     return (jnp.stack(y).sum(0).reshape(d_BTD.shape) * d_BTD).sum()
 
   weight_TK = jnp.linspace(0.1, 1, B * T * K).reshape(-1, K)
-  differentiated = jax.value_and_grad(of_parts, argnums=(0, 1))
-  expected = differentiated(state, x_BTD, [slice(0, E)])
+
+  def differentiated(parts):
+    divided = functools.partial(of_parts, parts=parts)
+    return jax.jit(jax.value_and_grad(divided, argnums=(0, 1)))(state, x_BTD)
+
+  expected = differentiated([slice(0, E)])
   for module in (forms, grouped):
     monkeypatch.setattr(module, "is_for_tpu", lambda: True)
-  found = differentiated(state, x_BTD, [slice(0, 2), slice(2, E)])
+  found = differentiated([slice(0, 2), slice(2, E)])
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * float(jnp.abs(b).max()))
 
 
-def assert_tokens_see_their_experts(form):
+@functools.cache
+def layer_and_gradients(form):
+  """A layer, what it is given, and what the plainest way gives for it."""
   settings, graph, state = layer(**FORMS[form])
   x_BTD, d_BTD = jax.random.normal(jax.random.key(1), (2, B, T, D))
 
   def plain(state, x_BTD):
     return (every_expert_at_every_token(settings, nnx.merge(graph, state), x_BTD) * d_BTD).sum()
 
+  expected = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(state, x_BTD)
+  return graph, state, x_BTD, d_BTD, expected
+
+
+def assert_tokens_see_their_experts(form):
+  graph, state, x_BTD, d_BTD, expected = layer_and_gradients(form)
+
   def ours(state, x_BTD):
     return (nnx.merge(graph, state)(x_BTD, AT).hidden_BTD * d_BTD).sum()
 
-  found, expected = (jax.value_and_grad(f, argnums=(0, 1))(state, x_BTD) for f in (ours, plain))
+  found = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(state, x_BTD)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * float(jnp.abs(b).max()))
 
@@ -164,9 +183,8 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_gpus")
 @pytest.mark.parametrize("form", FORMS)
 def test_on_gpus_tokens_beyond_an_expert_s_slots_are_multiplied_too(form):
-  _, graph, state = layer(**FORMS[form])
-  x_BTD = jax.random.normal(jax.random.key(1), (2, B, T, D))[0]
-  stats: Any = nnx.merge(graph, state)(x_BTD, AT).stats
+  graph, state, x_BTD, _, _ = layer_and_gradients(form)
+  stats: Any = jax.jit(lambda state: nnx.merge(graph, state)(x_BTD, AT).stats)(state)
   tokens_E = stats[TOKENS].total.sum(0)
   assert tokens_E.max() > grouped.even_slots(B * T * K, E) == B * T * K // E
   assert_tokens_see_their_experts(form)
@@ -186,7 +204,7 @@ def test_on_gpus_parts_of_the_experts_add_up_to_all(crowd, monkeypatch):
 
   def of(held):
     part = {name: x[held] if len(x) == 4 else x for name, x in parameters.items()}
-    return experts.of_tokens(part, x_TD, chosen_TK, weight_TK)
+    return jax.jit(lambda *given: experts.of_tokens(*given))(part, x_TD, chosen_TK, weight_TK)
 
   y_TD = of(slice(0, 2)) + of(slice(2, 4))
   np.testing.assert_allclose(y_TD, of(slice(0, 4)), rtol=1e-4, atol=1e-5)
@@ -203,7 +221,7 @@ def test_on_gpus_matrices_that_fsdp_divides_give_the_same():
     return (nnx.merge(graph, state)(x_BTD, AT).hidden_BTD * d_BTD).sum()
 
   differentiated = jax.value_and_grad(total, argnums=(0, 1))
-  expected = differentiated(state, x_BTD)
+  expected = jax.jit(differentiated)(state, x_BTD)
   with jax.set_mesh(mesh(fsdp=2)):
     found = jax.jit(differentiated)(state, x_BTD)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -222,27 +240,32 @@ def test_adapters_of_experts_are_merged_as_they_compute():
     np.testing.assert_allclose(found["kernel"], expected, rtol=1e-5, atol=1e-6)
 
 
+routes_of = jax.jit(route, static_argnums=0)
+
+
 def test_scores_by_hand():
-  kernel = jnp.eye(E)
-  x = jnp.log(jnp.array([[1.0, 2, 3, 4, 5, 6]]))
+  kernel = np.eye(E, dtype=np.float32)
+  x = np.log(np.array([[1.0, 2, 3, 4, 5, 6]], np.float32))
   of = {**EXPERTS, "routed_scaling_factor": 2}
-  routed = route(model_config(**of), x, kernel, {})
+  routed = routes_of(model_config(**of), x, kernel, {})
   assert routed.chosen.tolist() == [[5, 4]]
   np.testing.assert_allclose(routed.weight, [[2 * 6 / 11, 2 * 5 / 11]], rtol=1e-6)
   np.testing.assert_allclose(routed.share, [[n / 21 for n in range(1, 7)]], rtol=1e-6)
   np.testing.assert_allclose(routed.log_z, [np.log(21)], rtol=1e-6)
   np.testing.assert_allclose(routed.margin, [(5 - 4) / 21], rtol=1e-5)
-  routed = route(model_config(**of, norm_topk_prob="false"), x, kernel, {})
+  routed = routes_of(model_config(**of, norm_topk_prob="false"), x, kernel, {})
   np.testing.assert_allclose(routed.weight, [[2 * 6 / 21, 2 * 5 / 21]], rtol=1e-6)
   sigmoid = model_config(**of, routed_score_func="sigmoid", routed_bias="true")
-  routed = route(sigmoid, x, kernel, {"router_bias": jnp.array([9.0, 0, 0, 0, 0, 0])})
+  routed = routes_of(
+    sigmoid, x, kernel, {"router_bias": np.array([9.0, 0, 0, 0, 0, 0], np.float32)}
+  )
   assert routed.chosen.tolist() == [[0, 5]]
   odds = np.array([1 / 2, 6 / 7])  # The bias chooses and does not weight.
   np.testing.assert_allclose(routed.weight, [2 * odds / odds.sum()], rtol=1e-6)
   groups = model_config(**of, n_routing_groups=3, topk_routing_group=1)
   # 8 is the highest score, 6 and 7 the best two of a group.
-  x = jnp.log(jnp.array([[8.0, 1, 2, 3, 6, 7]]))
-  routed = route(groups, x, kernel, {})
+  x = np.log(np.array([[8.0, 1, 2, 3, 6, 7]], np.float32))
+  routed = routes_of(groups, x, kernel, {})
   assert routed.chosen.tolist() == [[5, 4]]
   np.testing.assert_allclose(routed.margin, [(6 + 7 - 8 - 1) / 27], rtol=1e-5)
 
@@ -253,7 +276,7 @@ def test_replayed_routes_decide_where_tokens_go_and_nothing_else():
   settings, graph, state = layer(**FORMS["DeepSeek's"])
   x_BTD = jax.random.normal(jax.random.key(2), (B, T, D))
   experts = nnx.merge(graph, state)
-  chosen_BTK = route(settings, x_BTD, experts.router.kernel[...], _bias_of(experts)).chosen
+  chosen_BTK = routes_of(settings, x_BTD, experts.router.kernel[...], _bias_of(experts)).chosen
 
   def outputs(state, routes=None, forgets_bias=False):
     experts = nnx.merge(graph, state)
@@ -266,7 +289,8 @@ def test_replayed_routes_decide_where_tokens_go_and_nothing_else():
     found = outputs(state, *arguments)
     return jnp.square(found.hidden_BTD).sum(), found.stats
 
-  grad = jax.grad(loss, has_aux=True)
+  grad = jax.jit(jax.grad(loss, has_aux=True), static_argnums=2)
+  outputs_of = jax.jit(outputs, static_argnums=2)
   expected, counted = grad(state)
   routes = Routes(chosen_BTK.astype(jnp.int16), is_replayed=True)
   replayed, stats = grad(state, routes, True)
@@ -274,18 +298,18 @@ def test_replayed_routes_decide_where_tokens_go_and_nothing_else():
   np.testing.assert_array_equal(stats[TOKENS].total, counted[TOKENS].total)
   # By its own choice a layer without the bias differs, which is what is compared if nothing is replayed.
   own = nnx.merge(graph, state)
-  own = route(settings, x_BTD, own.router.kernel[...], {}).chosen
+  own = routes_of(settings, x_BTD, own.router.kernel[...], {}).chosen
   flips = np.mean((np.sort(own) != np.sort(chosen_BTK)).any(-1))
   assert 0 < flips < 1
   for replays in (True, False):
-    seen = outputs(state, dataclasses.replace(routes, is_replayed=replays), True)
+    seen = outputs_of(state, dataclasses.replace(routes, is_replayed=replays), True)
     assert seen.stats
     assert float(seen.stats[FLIPS].value()) == pytest.approx(flips)
-  np.testing.assert_array_equal(seen.hidden_BTD, outputs(state, None, True).hidden_BTD)
+  np.testing.assert_array_equal(seen.hidden_BTD, outputs_of(state, None, True).hidden_BTD)
   # A token whose experts nobody knows goes where the router sends it, and is no flip.
   unknown = Routes(jnp.full_like(routes.experts, -1), is_replayed=True)
-  seen = outputs(state, unknown, True)
-  np.testing.assert_array_equal(seen.hidden_BTD, outputs(state, None, True).hidden_BTD)
+  seen = outputs_of(state, unknown, True)
+  np.testing.assert_array_equal(seen.hidden_BTD, outputs_of(state, None, True).hidden_BTD)
   assert seen.stats
   assert float(seen.stats[FLIPS].value()) == 0
 
@@ -316,7 +340,7 @@ def test_every_assignment_has_a_slot_of_its_expert():
     np.full((50, 2), 2),
     random.integers(0, 5, (1, 2)),
   ):
-    slots = jax.device_get(slots_of(jnp.asarray(chosen), 5))
+    slots = jax.device_get(jax.jit(slots_of, static_argnums=1)(chosen, 5))
     M = block_size(chosen.size, 5)
     assert len(set(slots.slot_TK.ravel().tolist())) == chosen.size == slots.is_used_S.sum()
     np.testing.assert_array_equal(slots.expert_of_block[slots.slot_TK // M], chosen)

@@ -8,11 +8,13 @@ import os
 import pathlib
 import random
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
 
 import pytest
+from preloaded import started
 from processes import REPOSITORY, environment
 from several_processes import free_port
 from test_joining import slurm
@@ -43,9 +45,21 @@ def start(folder, name: str, hosts: int, *keys: str):
   return soak.Run(folder, name, hosts, [*STEPS, *keys])
 
 
+class Undisturbed(soak.Run):
+  """The same run in one process without a supervisor, which finds the imports done."""
+
+  only_elastic = ("elastic=", "state_copy_period=", "max_restarts_per_hour=")
+
+  def start(self, number: int) -> subprocess.Popen[str]:
+    keys = [key for key in self.keys if not key.startswith(self.only_elastic)]
+    with (self.folder / f"{self.name}.{number}.out").open("a") as output:
+      command = [sys.executable, "-m", self.command, *keys]
+      return started(command, stdout=output, stderr=subprocess.STDOUT)
+
+
 def test_a_run_goes_on_when_process_0_is_killed_and_when_its_host_goes_and_comes_back(tmp_path):
   """Two hosts with half of the state each. Until a host goes, bit for bit; then within 1e-5."""
-  undisturbed = start(tmp_path, "undisturbed", 1, "num_simulated_devices=2")
+  undisturbed = Undisturbed(tmp_path, "undisturbed", 1, [*STEPS, "num_simulated_devices=2"])
   run = start(tmp_path, "run", 2)
   try:
     assert undisturbed.wait() == [0], undisturbed.said()
@@ -85,7 +99,8 @@ def test_a_run_goes_on_when_process_0_is_killed_and_when_its_host_goes_and_comes
 
 def test_a_copy_with_a_wrong_bit_is_not_used_but_the_newest_checkpoint(tmp_path):
   keys = ("num_simulated_devices=1", "steps=40", "checkpoint_period=8")
-  undisturbed, run = (start(tmp_path, name, 1, *keys) for name in ("undisturbed", "run"))
+  undisturbed = Undisturbed(tmp_path, "undisturbed", 1, [*STEPS, *keys])
+  run = start(tmp_path, "run", 1, *keys)
   try:
     # Copies are made after steps 1, 6, 11, 16, checkpoints after 8 and 16.
     assert run.wait_for(lambda: run.step() >= 17), run.said()
@@ -178,8 +193,13 @@ class RunRL(soak.Run):
   command = "maxbatch.train_rl"
 
 
+class UndisturbedRL(Undisturbed, RunRL):
+  """The same without a supervisor."""
+
+
 def test_reinforcement_learning_goes_on_as_if_nothing_had_happened(tmp_path):
-  undisturbed, run = (RunRL(tmp_path, name, 1, RL.split()) for name in ("undisturbed", "run"))
+  undisturbed = UndisturbedRL(tmp_path, "undisturbed", 1, RL.split())
+  run = RunRL(tmp_path, "run", 1, RL.split())
   try:
     assert run.wait_for(lambda: run.step() >= 8), run.said()
     soak.Fault(run, [0], random.Random(0)).process_dies()
