@@ -40,6 +40,11 @@ GPT2 = {
   "per_device_batch_size": 2,
   "packing": "false",
 }
+FEWER = {"mlp_bias": "false", "attention_qkv_bias": "false", "attention_out_bias": "false"}
+FEWER |= {"opt_type": "sgd", "dropout_rate": 0, "base_num_decoder_layers": 1}
+"""Kernels, each of which takes the compiler a while."""
+SMALLER = {"base_emb_dim": 64, "base_mlp_dim": 128, "vocab_size": 264, "max_target_length": 32}
+"""Where tiles are chosen among fewer."""
 
 
 def command(folder: pathlib.Path, **keys: object) -> list[str]:
@@ -88,7 +93,7 @@ def test_a_step_is_compiled_for_two_hosts_and_their_network(tmp_path, capsys):
 
 @COMPILER
 def test_what_does_not_fit_is_a_sentence(tmp_path, capsys):
-  keys = {"compile_topology": "a100-8", "device_memory_gb": 0.02, "base_num_decoder_layers": 1}
+  keys = {"compile_topology": "a100-8", "device_memory_gb": 0.02, **FEWER, **SMALLER}
   assert main(command(tmp_path, compile_only="true", **keys)) == 2
   error = capsys.readouterr().err
   assert re.match(
@@ -158,7 +163,7 @@ def test_the_compiler_still_has_no_tables_of_gpus_before_hopper():
 @COMPILER
 @pytest.mark.parametrize("policy", ["auto", "{explore: {min: 1, max: 1}}"])
 def test_the_microbatch_is_chosen_for_gpus_that_are_not_here(tmp_path, capsys, policy: str):
-  keys = {"compile_topology": "a100-8", "base_num_decoder_layers": 1, "micro_batch_size": policy}
+  keys = {"compile_topology": "a100-8", "micro_batch_size": policy, **FEWER, **SMALLER}
   arguments = [one for one in command(tmp_path, batch_size=8, **keys) if "per_device" not in one]
   assert main([*arguments, "compile_only=true"]) == 0
   assert re.search(
@@ -172,7 +177,7 @@ def test_the_microbatch_is_chosen_for_gpus_that_are_not_here(tmp_path, capsys, p
 @COMPILER
 def test_a_mixture_multiplies_each_token_by_its_own_experts(tmp_path):
   """One of 4: a product of every token with every expert would be 4 times the work."""
-  keys = {"base_num_decoder_layers": 1, "num_experts": 4, "num_experts_per_tok": 1}
+  keys = FEWER | {"num_experts": 4, "num_experts_per_tok": 1}
   keys |= {"norm_topk_prob": "false", "base_moe_mlp_dim": 512}
   keys |= {"compile_topology": "h100-8", "remat_policy": "none", "mlp_activation": "swiglu"}
   assert main(command(tmp_path, compile_only="true", **keys)) == 0
@@ -193,7 +198,7 @@ def test_reinforcement_learning_is_compiled_for_gpus_that_are_not_here(tmp_path)
 @COMPILER
 def test_a_rack_is_compiled_without_the_compilers_own_table_which_fails(tmp_path):
   """XLA fails as it reads its table for GB200; if "has_tables" is set for it and this passes, leave it so."""
-  keys = {"compile_topology": "gb200-8", "base_num_decoder_layers": 1}
+  keys = {"compile_topology": "gb200-8", **FEWER}
   assert main(command(tmp_path, compile_only="true", **keys)) == 0
   (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())
   assert 0.97 < report["estimate"]["coverage"] < 1.03
