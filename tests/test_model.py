@@ -25,6 +25,7 @@ from tiny_model import (
 from maxbatch.config.load import load_config
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
+from maxbatch.models import stacks
 from maxbatch.models.layers import outputs_of
 from maxbatch.models.registry import Model, Parameters, build_model, num_parameters
 from maxbatch.precision.formats import FORMATS
@@ -91,12 +92,24 @@ def test_unrolled_layers_equal_scanned_ones(family):
   assert_trees_close(unrolled, loss_of(*family)(*given), 2e-6)
 
 
-def test_layers_are_compiled_once_or_each():
-  rows = random_rows(2)
-  for scan, loops in (("true", 1), ("false", 0)):
-    model = tiny_model(f"scan_layers={scan}")
-    text = str(jax.make_jaxpr(model.bind(loud_parameters(model)))(rows, None))
-    assert len(re.findall(r"= scan\[", text)) == loops
+@pytest.mark.parametrize(
+  ("platform", "keys", "loops"),
+  [
+    ("cpu", "scan_layers=true", 1),
+    ("cpu", "scan_layers=false", 0),
+    ("cpu", "scan_layers=auto", 1),
+    ("tpu", "scan_layers=auto", 1),
+    ("gpu", "scan_layers=auto", 0),
+    ("gpu", "scan_layers=auto remat_policy=minimal", 0),
+    ("gpu", "scan_layers=auto remat_policy=full", 1),
+    ("gpu", "scan_layers=true", 1),
+  ],
+)
+def test_layers_are_compiled_once_or_each(platform, keys, loops, monkeypatch):
+  monkeypatch.setattr(stacks, "is_for_gpu", lambda: platform == "gpu")
+  rows, model = random_rows(2), tiny_model(*keys.split())
+  text = str(jax.make_jaxpr(model.bind(loud_parameters(model)))(rows, None))
+  assert len(re.findall(r"= scan\[", text)) == loops
 
 
 @pytest.mark.parametrize(

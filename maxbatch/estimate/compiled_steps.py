@@ -125,7 +125,10 @@ class CompiledStep:
 def work_digest(work: StepWork) -> str:
   """Returns a hash of all keys that change what is computed, to know a step's work again."""
   model = dataclasses.asdict(work.model)
-  keys = digested(model) | {key: model[key] for key in ("num_vocab_tiling", "scan_layers")}
+  keys = digested(model) | {
+    "num_vocab_tiling": model["num_vocab_tiling"],
+    "scan_layers": bool(model["scan_layers"]),
+  }
   is_slow = work.model.attention == "dot_product"
   others = (work.length, work.compute_bytes, work.weight_bytes, work.optimizer_bytes, is_slow)
   plugins = map(repr, work.model.plugins)

@@ -38,6 +38,18 @@ def stacked_blocks(
   return create(rngs)
 
 
+def is_scanned(config: ModelConfig) -> bool:
+  """Returns whether layers are one compiled body in a scan, which scan_layers=auto leaves to the devices.
+
+  On GPUs what a scan keeps for the backward pass is copied in and out, with a copy of its zeros first: with
+  remat_policy=none 9 of 55 ms of a step on an H100, and 1.5 times the memory. Only layers' inputs cost
+  nothing.
+  """
+  if config.scan_layers != "auto":
+    return config.scan_layers
+  return not is_for_gpu() or config.remat_policy == "full"
+
+
 def apply_layers(
   stacked: nnx.Module,
   config: ModelConfig,
@@ -61,9 +73,9 @@ def apply_layers(
   policy = remat_policy(config)
   if policy is not None:
     checkpoint = functools.partial(jax.checkpoint, policy=policy)
-    layer = checkpoint(layer, prevent_cse=not config.scan_layers)
+    layer = checkpoint(layer, prevent_cse=not is_scanned(config))
   L = _length(parameters)
-  if config.scan_layers and L > 1:
+  if is_scanned(config) and L > 1:
     x_BTD, stacked_sums = jax.lax.scan(layer, x_BTD, (parameters, first + jnp.arange(L)))
     return with_sums(x_BTD, *over_layers(stacked_sums))
   sums = []

@@ -231,9 +231,9 @@ class ModelConfig(Section, heading="the model"):
   context_parallel_load_balance: bool = key(True, CHANGEABLE, CONTEXT)
   """true: each device that shares a row has some of its first and last tokens, so that all attend to as
   many keys (zigzag)."""
-  scan_layers: bool = key(True, CHANGEABLE)
-  """true: scan over one compiled layer (compiles fast); false: unroll the layers (may run
-  faster)."""
+  scan_layers: bool | Literal["auto"] = key("auto", CHANGEABLE)
+  """true: scan over one compiled layer (compiles fast); false: unroll the layers (may run faster); auto:
+  unroll on GPUs unless remat_policy=full."""
   remat_policy: Literal[
     "none",
     "minimal_with_context",
