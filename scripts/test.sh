@@ -19,9 +19,9 @@ pytest=("$venv/bin/python" -m pytest)
 
 # A file's tests stay in one process, where they share what they compile; the order of the files is
 # that of tests/conftest.py.
-# Some tests wait for processes: with one worker more than there are cores none is idle meanwhile.
+# Some tests wait for processes: with two workers more than there are cores none is idle meanwhile.
 cores=$(getconf _NPROCESSORS_ONLN)
-export PYTEST_XDIST_AUTO_NUM_WORKERS=${PYTEST_XDIST_AUTO_NUM_WORKERS:-$((cores + 1))}
+export PYTEST_XDIST_AUTO_NUM_WORKERS=${PYTEST_XDIST_AUTO_NUM_WORKERS:-$((cores + 2))}
 # A process of the tests that ends (an abort in native code, a test that hangs) ends the run with that
 # failure: xdist would begin its file again, and can then wait for ever.
 workers=(-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0)

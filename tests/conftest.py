@@ -54,13 +54,23 @@ gc.set_threshold(100_000, 20, 20)
 LONGEST_FIRST = [
   "test_same_training",
   "test_faults",
+  "test_expert_steps",
+  "test_train_rl",
+  "test_context_combined",
+  "test_staying_up",
+  "test_gpu_compiler",
+  "test_connections",
+  "test_accumulate",
   "test_lost_listener",
   "test_train",
+  "test_partition",
+  "test_tpu_topology",
   "test_resume",
+  "test_templates",
+  "test_context_steps",
   "test_agreement",
   "test_interrupted",
   "test_soak",
-  "test_tpu_topology",
   "test_step_file",
   "test_environment",
   "test_data_loader",
@@ -69,12 +79,11 @@ LONGEST_FIRST = [
   "test_full_disk",
   "test_lock",
   "test_compile_cache",
-  "test_partition",
   "test_loading_processes",
   "test_second_job",
 ]
-"""Files that take long, most of them because they wait for processes: begun last, they would keep one
-core busy for minutes while the other has nothing to do."""
+"""Files that take long, of those that compute and those that wait for processes in turn: together they keep
+the cores busy, and begun last they would keep one busy for minutes while the other has nothing to do."""
 
 _SHARED = "_trainer", "_compiled_step", "_compiled_eval"
 """Functions of maxbatch/training/build.py."""
