@@ -49,16 +49,16 @@ base_num_kv_heads=16 head_dim=128 vocab_size=32768 max_target_length=2048 per_de
 TINY = """base_num_decoder_layers=2 base_emb_dim=64 base_mlp_dim=128 base_num_query_heads=4
 base_num_kv_heads=4 head_dim=16 vocab_size=512 max_target_length=64 per_device_batch_size=2"""
 CASES = {
-  "small": f"{SMALL} remat_policy=minimal_with_context scan_layers=true",
-  "small_unrolled": f"{SMALL} remat_policy=minimal_with_context scan_layers=false",
-  "large_full": f"{LARGE} remat_policy=full scan_layers=true",
-  "large_minimal": f"{LARGE} remat_policy=minimal scan_layers=true",
-  "large_context": f"{LARGE} remat_policy=minimal_with_context scan_layers=false",
+  "small": (SMALL, "none"),
+  "large": (LARGE, "none"),
+  "large_full": (LARGE, "full"),
 }
-"""Models as large as GPT-2 and of 1.2 billion parameters: what is kept for the backward, and the scan.
-
-MaxText 0.2.5 takes remat_policy=none as full; minimal_with_context recomputes least there.
-"""
+"""Models as large as GPT-2 and of 1.2 billion parameters, and remat_policy: all is kept, or nothing."""
+MAXTEXT_POLICY = {
+  "none": "remat_policy=minimal_with_context scan_layers=false",
+  "full": "remat_policy=full scan_layers=true",
+}
+"""MaxText 0.2.5 takes none as full; minimal_with_context recomputes least there, unrolled as ours."""
 KEYS = {
   "ours": """config=base dataset_type=synthetic packing=false generate_length=0 eval_samples=16
   eval_interval=-1 enable_checkpointing=false write_report=false log_period=1 run_name=run""",
@@ -78,14 +78,12 @@ PARAMETERS = re.compile(r"parameters: ([\d.,]+\d)( billion)?|([\d,]+) parameters
 
 def command(given: Mapping[str, str], side: str, case: str, folder: pathlib.Path) -> list[str]:
   """A side's process for a case."""
-  shapes, *policy = CASES[case].rsplit(" ", 2)
-  keys = [*(TINY if given["size"] == "tiny" else shapes).split(), *policy]
+  shapes, policy = CASES[case]
+  keys = (TINY if given["size"] == "tiny" else shapes).split()
+  keys += (MAXTEXT_POLICY[policy] if side == "maxtext" else f"remat_policy={policy}").split()
   keys += ["dtype=bfloat16", "weight_dtype=float32", f"steps={STEPS}", *KEYS[side].split()]
   if side == "torch":
-    # All but full leave to torch.compile what is kept, and its layers are always unrolled.
-    full = "remat_policy=full" in keys
-    keys = [key for key in keys if not key.startswith(("remat_policy", "scan_layers"))]
-    return [*shlex.split(given["torch"]), *keys, f"remat_policy={'full' if full else 'none'}"]
+    return [*shlex.split(given["torch"]), *keys]
   cache = folder.parent.resolve() / f"cache_{side}"
   keys += [f"base_output_directory={folder.resolve()}", f"jax_cache_dir={cache}"]
   if side == "maxtext":

@@ -26,7 +26,7 @@ def stand_in(ending: str, fails_on: str) -> str:
 def test_a_failure_loses_its_row_alone_and_is_tried_again(tmp_path, capsys):
   def rows(torch: str) -> list[str]:
     maxtext = stand_in(", Tokens/s/device: SPEED, loss: 6.0", "hardware=gpu")
-    keys = ["size=tiny", "rounds=1", "cases=large_full,large_minimal", f"out={tmp_path}"]
+    keys = ["size=tiny", "rounds=1", "cases=large_full,large", f"out={tmp_path}"]
     assert benchmark_gpu.main([*keys, f"maxtext={maxtext}", torch, "sides=maxtext,torch"]) == 0
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("| large")]
 
@@ -34,7 +34,7 @@ def test_a_failure_loses_its_row_alone_and_is_tried_again(tmp_path, capsys):
   assert table[0].startswith("| large_full | maxtext | 2,000 | 0.000 | 0.")
   assert table[0].endswith("| 7.5 |")
   assert table[1].startswith("| large_full | torch | exit code 1 after 14 steps")
-  assert table[3].startswith("| large_minimal | torch | 2,000 |")
+  assert table[3].startswith("| large | torch | 2,000 |")
   kept = json.loads((tmp_path / "results.json").read_text())
   again = rows(f"torch={stand_in('', 'no such key')}")
   assert again[1].startswith("| large_full | torch | 2,000 |")
