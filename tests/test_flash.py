@@ -382,7 +382,8 @@ def test_blocks_that_are_not_compared_hold_what_the_mask_says(window: int):
   length, part = 1024, 128
   shape = length, length
   order_T = np.arange(length, dtype=np.int32).reshape(8, -1)[[0, 7, 1, 6, 2, 5, 3, 4]].reshape(-1)
-  mask = flash._SeenInWindow(shape, window) if window else flash._SeenBefore(shape)
+  seen_before, seen_in_window = flash._masks()
+  mask = seen_in_window(shape, window) if window else seen_before(shape)
   mask.q_sequence = order_T
   behind = order_T[:, None] - np.arange(length)[None]
   wanted = (behind >= 0) & (behind < (window or length))

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from maxbatch.config.schema import ModelConfig, is_latent
@@ -217,7 +216,7 @@ def flash_attention_to_all_keys(
   def attend(q, k, v, ids, sink_BN, kernel, ids_BS=None):
     k, v = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
     k, v = (in_order(x, back_T) for x in (k, v))
-    segments = None if ids_BS is None else splash.SegmentIds(ids, ids_BS)
+    segments = None if ids_BS is None else _splash().SegmentIds(ids, ids_BS)
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q / math.sqrt(H), k, v))
     return jnp.swapaxes(jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments, sink_BN), 1, 2)
 
@@ -257,7 +256,7 @@ def tpu_attention(
   T, N, H = q_BTNH.shape[1:]
   length = -(-T // _LANES) * _LANES
   pad = functools.partial(_pad, length=length)
-  segments = None if segment_ids_BT is None else splash.SegmentIds(*(pad(segment_ids_BT),) * 2)
+  segments = None if segment_ids_BT is None else _splash().SegmentIds(*(pad(segment_ids_BT),) * 2)
   scaled = q_BTNH / math.sqrt(H), k_BSKH, v_BSKH
   q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(pad(x), 1, 2) for x in scaled)
   kernel = _splash_kernel(N, np.arange(length), window, soft_cap, interpret=interpret)
@@ -287,26 +286,40 @@ def _block_of_one(places: np.ndarray, keys: slice, length: int, window: float) -
   return None
 
 
-class _SeenBefore(splash.CausalMask):
-  """What tokens see at their places of a row: all before them."""
+@functools.cache
+def _splash() -> Any:
+  """Returns the module of the kernel for TPUs: to import it, with Pallas, takes a fifteenth of a start."""
+  from jax.experimental.pallas.ops.tpu import splash_attention
 
-  def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-    """Returns whether queries see keys, of a slice of both."""
-    one = _block_of_one(self.q_sequence[idx[0]], idx[1], self.shape[1], math.inf)
-    return super().__getitem__(idx) if one is None else one
+  return splash_attention
 
 
-class _SeenInWindow(splash.LocalMask):
-  """What they see where each sees so many tokens, itself included."""
+@functools.cache
+def _masks() -> tuple[Any, Any]:
+  """Returns the masks of rows, and of rows in which each token sees so many, itself included."""
+  splash = _splash()
 
-  def __init__(self, shape: tuple[int, int], window: int):
-    super().__init__(shape, window_size=(window - 1, 0), offset=0)
-    self._window = window
+  class SeenBefore(splash.CausalMask):
+    """What tokens see at their places of a row: all before them."""
 
-  def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-    """Returns whether queries see keys, of a slice of both."""
-    one = _block_of_one(self.q_sequence[idx[0]], idx[1], self.shape[1], self._window)
-    return super().__getitem__(idx) if one is None else one
+    def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
+      """Returns whether queries see keys, of a slice of both."""
+      one = _block_of_one(self.q_sequence[idx[0]], idx[1], self.shape[1], math.inf)
+      return super().__getitem__(idx) if one is None else one
+
+  class SeenInWindow(splash.LocalMask):
+    """What they see where each sees so many tokens, itself included."""
+
+    def __init__(self, shape: tuple[int, int], window: int):
+      super().__init__(shape, window_size=(window - 1, 0), offset=0)
+      self._window = window
+
+    def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
+      """Returns whether queries see keys, of a slice of both."""
+      one = _block_of_one(self.q_sequence[idx[0]], idx[1], self.shape[1], self._window)
+      return super().__getitem__(idx) if one is None else one
+
+  return SeenBefore, SeenInWindow
 
 
 def _splash_kernel(
@@ -322,7 +335,8 @@ def _splash_kernel(
   mask leaves empty."""
   length = len(places_T)
   shape = length, length
-  mask = _SeenInWindow(shape, window) if window else _SeenBefore(shape)
+  splash, (seen_before, seen_in_window) = _splash(), _masks()
+  mask = seen_in_window(shape, window) if window else seen_before(shape)
   mask.q_sequence = places_T.astype(np.int32)
   part = length // (2 * shards) if shards > 1 else length
   X = next(block for block in _BLOCKS if part % block == 0)

@@ -12,15 +12,17 @@ S rows, in tiles of M; E groups, D and F widths of a matrix, V visits.
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from maxbatch.estimate.chips import CHIPS, Chip, chip_for
+
+if TYPE_CHECKING:
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import tpu as pltpu
 
 _LANES = 128
 _ROWS = 16
@@ -93,6 +95,10 @@ def product(
     share: of the rows, the expected one in any group, for the kernel's estimate of its cost.
     interpret: runs it without a TPU.
   """
+  # Imported where a kernel is traced: no start without one waits for it.
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import tpu as pltpu
+
   S, D = x_SD.shape
   E, F = matrix_EDF.shape[0], matrix_EDF.shape[1 if is_turned else 2]
   tiles = product_tiles(S, share * S, E, D, F, x_SD.dtype.itemsize)
@@ -162,6 +168,9 @@ def gradient(
     share: as of `product`.
     interpret: as of `product`.
   """
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import tpu as pltpu
+
   (S, D), E, F = x_SD.shape, len(rows_E), d_SF.shape[1]
   tiles = gradient_tiles(S, share * S, E, D, F, x_SD.dtype.itemsize)
   M, x_SD, d_SF = tiles.rows, _filled(x_SD, tiles.rows), _filled(d_SF, tiles.rows)
@@ -308,14 +317,18 @@ def gradient_tiles(S: int, used: float, E: int, D: int, F: int, itemsize: int) -
   )
 
 
-def _compiler_params() -> pltpu.CompilerParams:
+def _compiler_params() -> "pltpu.CompilerParams":
+  from jax.experimental.pallas import tpu as pltpu
+
   order = ("parallel", "arbitrary", "arbitrary")
   # What the compiler makes of the blocks takes some room, too.
   limit = None if _chip().device_kind in _LITTLE_MEMORY else 3 * BLOCK_BYTES // 2
   return pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=limit)
 
 
-def _cost(multiplications: float, *read: jax.Array) -> pl.CostEstimate:
+def _cost(multiplications: float, *read: jax.Array) -> "pl.CostEstimate":
+  from jax.experimental import pallas as pl
+
   size = sum(x.size * x.dtype.itemsize for x in read)
   return pl.CostEstimate(flops=round(2 * multiplications), transcendentals=0, bytes_accessed=size)
 
