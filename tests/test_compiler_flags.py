@@ -15,9 +15,21 @@ from maxbatch.compile.compile_step import placeholder_rows, report_or_refusal
 from maxbatch.compile.program import compile_program
 from maxbatch.compile.step_identity import header
 from maxbatch.errors import UserError
-from maxbatch.hardware.compiler_flags import FLAG_SETS, CompilerFlags, compiler_flags
+from maxbatch.hardware.compiler_flags import (
+  FLAG_SETS,
+  NO_FLAGS,
+  CompilerFlags,
+  compiler_flags,
+  is_short_of_vector_memory,
+)
 from maxbatch.hardware.devices import Target, topology_devices
-from maxbatch.training.build import build_trainer, compiled_eval, compiled_step
+from maxbatch.training.build import (
+  build_trainer,
+  compiled_eval,
+  compiled_step,
+  step_rows,
+  traced_step,
+)
 from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.exploration import without_variants
 from maxbatch.tuning.microbatch_size import choose, explore_sizes, what_it_depends_on
@@ -55,9 +67,25 @@ def test_the_compiler_takes_every_published_set(generation: str):
     result = compiler_flags(name, device)
     assert len(result.flags) == len(published.flags.split())
     assert published.source
+    assert not is_short_of_vector_memory(result, device)
+  assert is_short_of_vector_memory(NO_FLAGS, device) == (generation == "v6e")
   more = compiler_flags("published --xla_tpu_scoped_vmem_limit_kib=1024", device)
   assert dict(more.flags)["xla_tpu_scoped_vmem_limit_kib"] == "1024"
   assert len(more.flags) > 1
+
+
+@TPU
+def test_a_v6e_writes_what_a_wide_mlp_reads_unless_flags_give_it_vector_memory():
+  def barriers(flags: str, width: int = 4096) -> int:
+    keys = {"base_emb_dim": width, "base_num_decoder_layers": 1, "ici_data_parallelism": 4}
+    settings = config(compiler_flags=flags, batch_size=8, **keys)
+    plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 4))
+    trainer = build_trainer(settings, plan, topology_devices(SLICES["v6e"]))
+    rows = step_rows(plan, trainer, placeholder_rows(settings), plan.micro_batch_to_train)
+    return str(traced_step(trainer, rows).jaxpr).count("optimization_barrier")
+
+  written = barriers("none")
+  assert written > barriers("none", 2048) == barriers("xla_tpu_scoped_vmem_limit_kib=98304")
 
 
 @TPU

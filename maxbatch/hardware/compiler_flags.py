@@ -180,6 +180,20 @@ class CompilerFlags(NamedTuple):
 
 NO_FLAGS = CompilerFlags()
 
+writes_operands = jax.make_user_context(default_value=False)
+"""Whether what a step's programs are traced in writes the results of norms that products read, see
+`is_short_of_vector_memory`."""
+_MANY_FLOPS = 400
+"""For each byte of memory traffic: a v6e has 560, other TPUs 166 to 312."""
+
+
+def is_short_of_vector_memory(flags: CompilerFlags, device: Any) -> bool:
+  """Returns whether a chip's products wait for memory, as their tiles share the vector memory that an operation
+  has by default with whatever the compiler fuses into them. With published flags it has six times as much."""
+  chip = chip_for(device.device_kind)
+  given = any("scoped_vmem_limit" in name for name, _ in flags.flags)
+  return chip is not None and chip.peak_flops > _MANY_FLOPS * chip.hbm_bandwidth and not given
+
 
 def quick_flags(platform: str) -> Flags:
   """Returns those with which a platform's programs compile sooner and run as fast: on CPU LLVM's level 1.

@@ -21,7 +21,12 @@ from maxbatch.data.reading import read_ahead
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.rows import Dataset, Rows, RowSource, SourceRows
 from maxbatch.errors import UserError
-from maxbatch.hardware.compiler_flags import CompilerFlags, compiler_flags
+from maxbatch.hardware.compiler_flags import (
+  CompilerFlags,
+  compiler_flags,
+  is_short_of_vector_memory,
+  writes_operands,
+)
 from maxbatch.hardware.devices import Device
 from maxbatch.hardware.sharding import (
   LogicalAxes,
@@ -277,7 +282,9 @@ def _traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
   )
   flags = abstract_stop_flags(trainer.mesh)
   inputs = trainer.abstract, batch, microbatches, jax.ShapeDtypeStruct((), np.float32)
-  return step_function(trainer, batch).trace(*inputs, *(() if flags is None else (flags,)))
+  device = trainer.mesh.devices.flat[0]
+  with writes_operands(is_short_of_vector_memory(trainer.compiler_flags, device)):
+    return step_function(trainer, batch).trace(*inputs, *(() if flags is None else (flags,)))
 
 
 def compiled_step(
