@@ -1,5 +1,6 @@
 """Whole runs of the command: what they leave behind, how they stop, and that they resume exactly."""
 
+import functools
 import json
 import pathlib
 import re
@@ -7,8 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import several_processes
@@ -19,6 +25,7 @@ from support import SMALLEST, stop_at
 
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.errors import TrainingDivergedError, UserError
+from maxbatch.modes import run as run_mode
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import check_keeps_batch, load_config, main
@@ -212,6 +219,55 @@ def test_divergence_is_not_hidden_by_the_lag_of_metrics(text, tmp_path):
   bad = {"learning_rate": 1e30, "gradient_clipping_threshold": 0, "warmup_steps": 0}
   with pytest.raises(TrainingDivergedError):
     train(text, tmp_path, checkpoint_period=100, eval_interval=-1, opt_type="sgd", **bad)
+
+
+EVERY_THIRD = {"eval_interval": 3, "checkpoint_period": 3}
+
+
+class Steps:
+  """Wraps compiled steps, whose dispatch returns when they have ended: step n takes 2^n seconds."""
+
+  def __init__(self, monkeypatch: pytest.MonkeyPatch):
+    compiler, own = run_mode.step_compiler, types.SimpleNamespace(perf_counter=self.clock)
+    self.now, self.number, self._seen = 0.0, 0, threading.Event()
+    self._seen.set()
+    for module in ("job", "loop"):
+      monkeypatch.setattr(f"maxbatch.training.{module}.time", own)
+    monkeypatch.setattr(
+      run_mode,
+      "step_compiler",
+      lambda *of: lambda size: functools.partial(self, compiler(*of)(size)),
+    )
+
+  def clock(self) -> float:
+    if threading.current_thread() is not threading.main_thread():
+      self._seen.set()
+    return self.now
+
+  def __call__(self, compiled: Callable[..., Any], *inputs: Any) -> Any:
+    self._seen.wait(PATIENCE_SECONDS)  # No clock sees a step's end only in the midst of the next.
+    self._seen.clear()
+    self.number += 1
+    result = jax.block_until_ready(compiled(*inputs))
+    self.now += 2.0**self.number
+    return result
+
+
+def test_the_seconds_of_a_step_are_its_own_where_its_dispatch_waits_for_its_end(
+  text, tmp_path, monkeypatch
+):
+  """GPUs: they were those of the next step, of the first and second together, and none of the last."""
+  steps = Steps(monkeypatch)
+
+  def evaluated(*_: object) -> dict[str, float]:
+    steps.now += 1000.0  # Between steps.
+    return {"eval/loss": 1.0}
+
+  monkeypatch.setattr("maxbatch.training.loop.evaluate", evaluated)
+  train(text, tmp_path, enable_checkpointing="false", **EVERY_THIRD)
+  records = read_metrics(tmp_path / "first_run")[1:]
+  assert [record["step_seconds"] for record in records] == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
+  assert records[-1]["tokens_per_second"] == 128 / 64.0
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(uninterrupted, text, tmp_path, capsys):

@@ -46,11 +46,12 @@ from maxbatch.rl.requirements import check_rl
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.run import run_rl
 from maxbatch.rl.sampled import CompletionSampler, completion_sampler, run_vocabulary
-from maxbatch.rl.steps import DeviceClock, check_gap
+from maxbatch.rl.steps import check_gap
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.sampling import sampler as sampling_programs
 from maxbatch.sampling.sampler import Prompts
 from maxbatch.sampling.text import choice_of
+from maxbatch.training.job import DeviceClock
 
 _KEYS = """config=base num_simulated_devices=8 vocab_size=264 base_emb_dim=16 base_num_decoder_layers=1
   base_num_query_heads=2 base_num_kv_heads=2 head_dim=8 base_mlp_dim=32 max_target_length=16
@@ -285,9 +286,9 @@ def test_training_on_a_microbatch_is_dispatched_while_the_devices_sample_the_nex
       in_time.append(trains.wait(20))
     return completed(self, sampling)
 
-  def noted(self: mode.RolloutHooks, metrics: Any) -> None:
+  def noted(self: mode.RolloutHooks, metrics: Any, since: float) -> None:
     trains.set()
-    dispatched(self, metrics)
+    dispatched(self, metrics, since)
 
   monkeypatch.setattr(CompletionSampler, "completed", waiting)
   monkeypatch.setattr(mode.RolloutHooks, "dispatched", noted)
@@ -323,17 +324,15 @@ def test_sampling_is_dispatched_and_not_awaited(monkeypatch):
 
 
 def test_the_devices_clock_counts_each_program_from_the_end_of_the_one_before(monkeypatch):
-  now, dispatched = iter([0.0, 1.0, 3.0, 3.5, 6.0, 7.0, 8.0, 9.0]), threading.Event()
-  monkeypatch.setattr("maxbatch.rl.steps.time.perf_counter", lambda: next(now))
+  ends, dispatched = iter([1.0, 3.5, 8.0, 9.0]), threading.Event()
+  monkeypatch.setattr("maxbatch.training.job.time.perf_counter", lambda: next(ends))
   with DeviceClock() as clock:
-    sampling = clock.timed(jnp.zeros(1))  # Dispatched at 0, ended at 1.
-    assert sampling() == 1.0
-    training = clock.timed(jnp.zeros(1))  # 3 to 3.5.
-    assert training() == 0.5
+    assert clock.timed(jnp.zeros(1), 0.0)() == 1.0
+    assert clock.timed(jnp.zeros(1), 3.0)() == 0.5
     until = types.SimpleNamespace(block_until_ready=dispatched.wait)
-    sampling, training = clock.timed(until), clock.timed(jnp.zeros(1))  # At 6 and 7.
+    sampling, training = clock.timed(until, 6.0), clock.timed(jnp.zeros(1), 7.0)
     dispatched.set()
-    assert (sampling(), training()) == (2.0, 1.0)  # Ended at 8 and 9.
+    assert (sampling(), training()) == (2.0, 1.0)
 
 
 def test_the_sampler_s_noise_is_repeated_in_no_microbatch(monkeypatch):

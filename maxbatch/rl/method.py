@@ -46,12 +46,12 @@ from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.rollout_program import RolloutCompiler, RolloutPlace, traced_rollout
 from maxbatch.rl.rollout_report import PolicyBytes
 from maxbatch.rl.sampled import completion_sampler
-from maxbatch.rl.steps import DeviceClock, StepRecords
+from maxbatch.rl.steps import StepRecords
 from maxbatch.rl.trainer import policy_loss
 from maxbatch.rl.tuning import RLProber, check_given_size, choose_rl
 from maxbatch.run_folder.metrics import Record
 from maxbatch.run_folder.paths import RunFolder, remembered_choices
-from maxbatch.training.job import Hooks, Job
+from maxbatch.training.job import DeviceClock, Hooks, Job
 from maxbatch.training.step import POLICIES, StepMetrics, Trainer
 from maxbatch.tuning.candidates import is_open, offered
 from maxbatch.tuning.coupling import resolve_accumulation
@@ -216,9 +216,9 @@ class RolloutHooks(Hooks):
     if self.plan.begins_batch(position.step):
       self.kept.publish(position.step, params)
 
-  def dispatched(self, metrics: StepMetrics) -> None:
+  def dispatched(self, metrics: StepMetrics, since: float) -> None:
     """Times the training of a microbatch."""
-    self.records.trained(self.clock.timed(metrics.loss))
+    self.records.trained(self.clock.timed(metrics.loss, since))
 
   def completed(self, record: Record) -> Record:
     """Adds what the rollout of a step counts."""

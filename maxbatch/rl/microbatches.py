@@ -51,9 +51,9 @@ class Unrewarded(NamedTuple):
   """For which they are sampled, see `Counts.rollout_seconds`."""
 
 
-def untimed(result: object) -> Callable[[], float]:
+def untimed(result: object, since: float) -> Callable[[], float]:
   """Measures nothing."""
-  del result
+  del result, since
   return lambda: 0.0
 
 
@@ -70,7 +70,7 @@ class MicrobatchMaker:
   prompts: PromptStream
   sampler: CompletionSampler
   rewards: SharedRewards
-  timed: Callable[[object], Callable[[], float]] = untimed
+  timed: Callable[[object, float], Callable[[], float]] = untimed
   """Gives the seconds that the devices take for what is dispatched (`DeviceClock.timed`)."""
 
   def sample(self, params: Parameters, batch: int, number: int) -> Unrewarded:
@@ -83,8 +83,9 @@ class MicrobatchMaker:
     first = number * plan.prompts_per_microbatch
     begin = plan.first_prompt(batch) + first
     prompts = [self.prompts(index) for index in range(begin, begin + plan.prompts_per_microbatch)]
+    began = time.perf_counter()
     sampling = self.sampler.begun(params, prompts, "rollout", batch, first)
-    seconds = self.timed(sampling.samples)
+    seconds = self.timed(sampling.samples, began)
     return Unrewarded(prompts, sampling, plan.first_completion(batch, number), seconds)
 
   def reward(self, unrewarded: Unrewarded) -> Microbatch:

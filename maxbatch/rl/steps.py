@@ -1,11 +1,6 @@
 """The records of steps, with what their rollouts count, and what must hold of them."""
 
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Self
-
-import jax
 
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.config.schema import Config
@@ -14,37 +9,6 @@ from maxbatch.precision.formats import compute_format
 from maxbatch.rl.grpo import LARGEST_GAP, MEAN_GAP, MODEL_METRICS
 from maxbatch.rl.microbatches import Counts, step_values
 from maxbatch.run_folder.metrics import Record
-
-
-class DeviceClock:
-  """Waits, in a thread, for all that is dispatched to the devices, in that order; a context manager.
-
-  Devices run their programs in the order of dispatch: one begins when it is dispatched, or at the end of
-  the one before. (A CPU that is one device runs several at once; the later then counts from the end of
-  the earlier.)
-  """
-
-  def __init__(self) -> None:
-    """Starts with nothing under way."""
-    self._waiting = ThreadPoolExecutor(1, thread_name_prefix="device_clock")
-    self._ended = 0.0
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self._waiting.shutdown(wait=False, cancel_futures=True)
-
-  def timed(self, result: object) -> Callable[[], float]:
-    """Takes note of what was dispatched last; returns what waits for it, and gives the seconds that the
-    devices took."""
-    return self._waiting.submit(self._until, result, time.perf_counter()).result
-
-  def _until(self, result: object, dispatched: float) -> float:
-    jax.block_until_ready(result)
-    began, self._ended = max(dispatched, self._ended), time.perf_counter()
-    return self._ended - began
-
 
 GAP_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.0625, "cbfloat16": 0.125}
 """By the type of the activations, the most by which two ways to compute a log-probability may differ

@@ -1,10 +1,13 @@
 """What the training loop is given: a job, and what a way to train adds to it.
 
 It may have a trace of chosen steps, by jax's profiler: an XPlane, which TensorBoard and xprof read too.
+How long the devices are at a step, a clock in a thread says.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -23,6 +26,39 @@ from maxbatch.training.evaluation import EvalStep
 from maxbatch.training.noise_run import Noise, StepPrograms
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import StepMetrics, Trainer
+
+
+class DeviceClock:
+  """Waits, in a thread, for all that is dispatched to the devices, in that order; a context manager.
+
+  When a dispatch returns says nothing: it may be at once, or, as on GPUs of a loop whose number of rounds
+  is on the device, when nearly all is done. Devices run their programs in the order of dispatch. (A CPU
+  that is one device runs several at once; the later then counts from the end of the earlier.)
+  """
+
+  def __init__(self) -> None:
+    """Starts with nothing under way."""
+    self._waiting = ThreadPoolExecutor(1, thread_name_prefix="device_clock")
+    self._ended = 0.0
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._waiting.shutdown(wait=False, cancel_futures=True)
+
+  def timed(self, result: object, since: float) -> Callable[[], float]:
+    """Takes note of what was dispatched last; returns what waits for it, and gives its seconds.
+
+    They end when the devices have made `result`, and begin where the one before ended, or at `since`
+    (of time.perf_counter) if that is later.
+    """
+    return self._waiting.submit(self._until, result, since).result
+
+  def _until(self, result: object, since: float) -> float:
+    jax.block_until_ready(result)
+    began, self._ended = max(since, self._ended), time.perf_counter()
+    return self._ended - began
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +138,8 @@ class Hooks:
   def publish(self, position: Position, params: Parameters) -> None:
     """Receives the parameters before each step, which that step uses up."""
 
-  def dispatched(self, metrics: StepMetrics) -> None:
-    """Runs after each dispatch of training, whose metrics may still be on the devices."""
+  def dispatched(self, metrics: StepMetrics, since: float) -> None:
+    """Runs after each dispatch of training, which began at `since`; it may still be on the devices."""
 
   def completed(self, record: Record) -> Record:
     """Returns the record of a step with what else is known of it; raises where that is wrong."""

@@ -1,13 +1,10 @@
-"""The training loop: batch, step, metrics of the step before, now and then eval and checkpoint.
-
-How long steps take.
-"""
+"""The training loop: batch, step, metrics of the step before, now and then eval and checkpoint."""
 
 import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,24 +21,12 @@ from maxbatch.models.registry import Parameters
 from maxbatch.precision.loss_scale import LossScaling
 from maxbatch.run_folder.events import COPIED, EVALUATED, SAVED, TEXT
 from maxbatch.run_folder.metrics import Record
-from maxbatch.training.job import LOSS_SCALE, RECORD, Job, StepLoader
+from maxbatch.training.job import LOSS_SCALE, RECORD, DeviceClock, Job, StepLoader
 from maxbatch.training.loss_scaling import check_skips, scaling_record
 from maxbatch.training.metrics import by_name, token_values
 from maxbatch.training.noise_run import decided, decides
 from maxbatch.training.state import TrainState, has_flags, stop_flags
 from maxbatch.training.step import StepMetrics
-
-
-class Clock:
-  """Seconds between the ends of consecutive steps."""
-
-  def __init__(self) -> None:
-    self._last = time.perf_counter()
-
-  def lap(self) -> float:
-    """Returns the seconds since the clock was made or last asked."""
-    last, self._last = self._last, time.perf_counter()
-    return self._last - last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +38,8 @@ class _Pending:
   learning_rate: float
   data_wait_seconds: float
   metrics: StepMetrics
+  seconds: Callable[[], float]
+  """From the end of the step before, on the devices; waits for this one's."""
 
 
 def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, Position]:
@@ -68,10 +55,10 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
     RowsError: a row of a step is not what was read for it, and nothing of that step is saved.
   """
   job.outputs.progress.begin()
-  with StopSignals(shared=has_flags(job.trainer.mesh)) as stop:
+  with StopSignals(shared=has_flags(job.trainer.mesh)) as stop, DeviceClock() as clock:
     ended = False
     while not ended:
-      state, position, plan, ended = _train_until_change(job, state, position, stop)
+      state, position, plan, ended = _train_until_change(job, state, position, clock, stop)
       job = job.with_plan(plan)
     if job.outputs.checkpointer:
       job.outputs.checkpointer.wait()  # Afterwards a signal ends everything at once.
@@ -79,10 +66,10 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
 
 
 def _train_until_change(
-  job: Job, state: TrainState, position: Position, stop: StopSignals
+  job: Job, state: TrainState, position: Position, clock: DeviceClock, stop: StopSignals
 ) -> tuple[TrainState, Position, BatchPlan, bool]:
   """Trains until the noise scale changes the plan, or to the end or a stop signal: then True."""
-  clock, pending, plan = Clock(), None, job.plan
+  since, pending, plan = time.perf_counter(), None, job.plan
   ending = position.step >= plan.steps
   job.hooks.publish(position, state.parameters)
   job.outputs.profiler.turn(position.step, state, ending=ending)
@@ -93,13 +80,14 @@ def _train_until_change(
         state, metrics = _dispatch(job, state, loader, position, rate, stop)
       except RowsError:
         if pending:
-          _note(job, _fetch(job, pending, clock, stop))
+          _note(job, _fetch(job, pending, stop))
         raise
+      seconds = clock.timed(metrics, since)
       before, position = position, plan.advance(position)
       job.hooks.publish(position, state.parameters)
       if pending:
-        _note(job, _fetch(job, pending, clock, stop))
-      pending = _Pending(before, position, rate, loader.waited_seconds(), metrics)
+        _note(job, _fetch(job, pending, stop))
+      pending = _Pending(before, position, rate, loader.waited_seconds(), metrics, seconds)
       ending = stop.agreed or position.step == plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
@@ -107,7 +95,7 @@ def _train_until_change(
       profiling = job.outputs.profiler.is_due(position.step)
       due = evaluating or saving or copying or profiling or decides(job.noise, position)
       if due or job.hooks.waits:
-        record = _fetch(job, pending, clock, stop)
+        record = _fetch(job, pending, stop)
         pending = None
         job.outputs.profiler.turn(position.step, state, ending=ending)
         plan = decided(job.noise, plan, position, job.outputs.progress.say)
@@ -120,7 +108,7 @@ def _train_until_change(
           show_text(job, position, state.parameters)
           if not ending:
             job.outputs.evaluated()
-        clock = Clock()
+        since = time.perf_counter()
   return state, position, plan, ending
 
 
@@ -164,8 +152,9 @@ def _dispatch(
   for number, rows in enumerate(batches, 1):
     flags = stop_flags(trainer.mesh, number == dispatches and stop.requested)
     inputs = rows, of_step, learning_rate, *(() if flags is None else (flags,))
+    began = time.perf_counter()
     state, metrics = step(state, *inputs)
-    job.hooks.dispatched(metrics)
+    job.hooks.dispatched(metrics, began)
     wrong.append(metrics.wrong_row)
   assert metrics is not None
   return state, metrics._replace(wrong_row=tuple(wrong))
@@ -175,7 +164,7 @@ def _due(job: Job, before: Position, after: Position, period: int) -> bool:
   return job.plan.is_due(before, after, period, job.run.schedule_unit)
 
 
-def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Record:
+def _fetch(job: Job, pending: _Pending, stop: StopSignals) -> Record:
   """Waits for a step to end; its record.
 
   Raises:
@@ -186,7 +175,7 @@ def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Reco
   job.outputs.feed_watchdog()
   stop.hear(metrics.stop)
   loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
-  seconds, plan, position = clock.lap(), job.plan, pending.position
+  seconds, plan, position = pending.seconds(), job.plan, pending.position
   phase = plan.phase_at(pending.before.samples)
   _check_rows(job, pending.before, jax.tree.leaves(metrics.wrong_row))
   scaling = metrics.scaling
