@@ -25,6 +25,7 @@ class Progress:
       bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
     )
     self._num_steps, self._seconds, self._waited_seconds = 0, 0.0, 0.0
+    self._line_tokens, self._line_seconds = 0.0, 0.0
 
   def __enter__(self) -> Self:
     return self
@@ -46,17 +47,23 @@ class Progress:
       self._bar.total = steps
 
   def show(self, record: Record) -> None:
-    """Shows a finished step."""
+    """Shows a finished step; its rate is that of all since the last line."""
     step = int(record["step"])
+    is_line = step % self._period == 0 or step == self._steps or _is_evaluated(record)
     if "step_seconds" in record:
       self._num_steps += 1
       self._seconds += record["step_seconds"]
       self._waited_seconds += record["data_wait_seconds"]
+      self._line_seconds += record["step_seconds"]
+      self._line_tokens += record["tokens_per_second"] * record["step_seconds"]
+      record = record | {"tokens_per_second": self._line_tokens / self._line_seconds}
+    if is_line:
+      self._line_tokens, self._line_seconds = 0.0, 0.0
     if self._bar is not None:
       now = {name: value for name, value in record.items() if not name.startswith("eval/")}
       self._bar.set_postfix_str(_figures(now), refresh=False)
       self._bar.update(step - self._bar.n)
-    elif step % self._period == 0 or step == self._steps or _is_evaluated(record):
+    elif is_line:
       # Beside an evaluation there is no room.
       per_step = (time.perf_counter() - self._began) / max(step - self._start, 1)
       left = tqdm.tqdm.format_interval(per_step * (self._steps - step))

@@ -36,6 +36,21 @@ def test_a_pipe_gets_plain_lines_every_period_and_at_the_end(capsys):
   assert err == ""
 
 
+def test_the_rate_is_that_of_all_steps_since_the_last_line(capsys):
+  with Progress(0, 7, 3) as progress:
+    for step, (seconds, tokens) in enumerate(
+      [(9.0, 100), (2.0, 100), (1.0, 400), (1.0, 100), (3.0, 100), (2.0, 1000), (2.0, 30)], 1
+    ):
+      more = {
+        "step_seconds": seconds,
+        "data_wait_seconds": 0.0,
+        "tokens_per_second": tokens / seconds,
+      }
+      progress.show(record(step, **more, **({"eval/loss": 2.0} if step == 5 else {})))
+  rates = re.findall(r"step (\d).* (\S+) tokens/s", capsys.readouterr().out)
+  assert rates == [("3", "50"), ("5", "50"), ("6", "500"), ("7", "15")]
+
+
 def test_a_pipe_gets_every_evaluation(capsys):
   with Progress(0, 9, 5) as progress:
     progress.show({"step": 0, "eval/loss": 5.5})
