@@ -13,6 +13,7 @@ import time
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -230,6 +231,7 @@ class Steps:
   def __init__(self, monkeypatch: pytest.MonkeyPatch):
     compiler, own = run_mode.step_compiler, types.SimpleNamespace(perf_counter=self.clock)
     self.now, self.number, self._seen = 0.0, 0, threading.Event()
+    self.fails: dict[int, Exception] = {}
     self._seen.set()
     for module in ("job", "loop"):
       monkeypatch.setattr(f"maxbatch.training.{module}.time", own)
@@ -248,6 +250,8 @@ class Steps:
     self._seen.wait(PATIENCE_SECONDS)  # No clock sees a step's end only in the midst of the next.
     self._seen.clear()
     self.number += 1
+    if self.number in self.fails:
+      raise self.fails[self.number]
     result = jax.block_until_ready(compiled(*inputs))
     self.now += 2.0**self.number
     return result
@@ -268,6 +272,21 @@ def test_the_seconds_of_a_step_are_its_own_where_its_dispatch_waits_for_its_end(
   records = read_metrics(tmp_path / "first_run")[1:]
   assert [record["step_seconds"] for record in records] == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
   assert records[-1]["tokens_per_second"] == 128 / 64.0
+
+
+@pytest.mark.parametrize(("place", "last"), [("dispatch", 2), ("decision", 3)])
+def test_an_error_of_any_kind_leaves_the_records_of_the_steps_before_it(
+  text, tmp_path, monkeypatch, place, last
+):
+  error = jax.errors.JaxRuntimeError("INTERNAL: captured")
+  monkeypatch.setattr("maxbatch.training.loop.evaluate", lambda *_: {})
+  if place == "dispatch":
+    Steps(monkeypatch).fails[3] = error
+  else:
+    monkeypatch.setattr("maxbatch.training.loop.decided", Mock(side_effect=error))
+  with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: captured"):
+    train(text, tmp_path, enable_checkpointing="false", **EVERY_THIRD)
+  assert [record["step"] for record in read_metrics(tmp_path / "first_run")] == [*range(last + 1)]
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(uninterrupted, text, tmp_path, capsys):

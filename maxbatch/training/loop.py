@@ -15,7 +15,7 @@ from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.loader import EvalRows
 from maxbatch.data.placement import WrongRowError
 from maxbatch.data.rows import check_rows
-from maxbatch.errors import RowsError, TrainingDivergedError, UserError
+from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.hardware.devices import host_peak_bytes
 from maxbatch.models.registry import Parameters
 from maxbatch.precision.loss_scale import LossScaling
@@ -78,7 +78,7 @@ def _train_until_change(
       rate = job.learning_rate(position)
       try:
         state, metrics = _dispatch(job, state, loader, position, rate, stop)
-      except RowsError:
+      except Exception:  # Whatever it is: the step before has a record.
         if pending:
           _note(job, _fetch(job, pending, stop))
         raise
@@ -95,15 +95,20 @@ def _train_until_change(
       profiling = job.outputs.profiler.is_due(position.step)
       due = evaluating or saving or copying or profiling or decides(job.noise, position)
       if due or job.hooks.waits:
-        record = _fetch(job, pending, stop)
+        record, evaluation = _fetch(job, pending, stop), {}
         pending = None
-        job.outputs.profiler.turn(position.step, state, ending=ending)
-        plan = decided(job.noise, plan, position, job.outputs.progress.say)
-        if saving:
-          _save(job, state, position, plan, record)
-        if copying:
-          _copy(job, state, position, plan, record)
-        _note_evaluated(job, record, state.parameters if evaluating else None)
+        try:
+          job.outputs.profiler.turn(position.step, state, ending=ending)
+          plan = decided(job.noise, plan, position, job.outputs.progress.say)
+          if saving:
+            _save(job, state, position, plan, record)
+          if copying:
+            _copy(job, state, position, plan, record)
+          if evaluating:
+            evaluation = _timed_evaluation(job, position.step, state.parameters)
+        finally:  # Without what fails or is interrupted.
+          account = job.outputs.events.account(job.outputs.log.times.plus(record))
+          _note(job, record | evaluation | (account.record() if account else {}))
         if evaluating and (not ending or position.step == plan.steps):
           show_text(job, position, state.parameters)
           if not ending:
@@ -268,17 +273,6 @@ def _copy(job: Job, state: TrainState, position: Position, plan: BatchPlan, reco
   about = job.outputs.checkpointer.copy(saved, position, plan.as_dict(), notes, seconds)
   job.outputs.events.note(COPIED, step=position.step, **about)
   job.outputs.feed_watchdog()
-
-
-def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None:
-  """Notes a step, with the evaluation of `params`; without it if that fails or is interrupted."""
-  evaluation: Record = {}
-  try:
-    if params is not None:
-      evaluation = _timed_evaluation(job, int(record["step"]), params)
-  finally:
-    account = job.outputs.events.account(job.outputs.log.times.plus(record))
-    _note(job, record | evaluation | (account.record() if account else {}))
 
 
 def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
