@@ -28,7 +28,7 @@ from maxbatch.data import reading
 from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.loader import ChainedLoader, Loader, eval_loader, train_loader
 from maxbatch.data.mixture import SampleStream
-from maxbatch.data.placement import RowPlacement
+from maxbatch.data.placement import RowPlacement, alone_at_first
 from maxbatch.data.reading import ReadAhead, ReadOrder, StepReader
 from maxbatch.data.rows import Arrays
 from maxbatch.data.token_cache import TokenCache
@@ -394,3 +394,32 @@ def test_the_buffer_of_each_worker_is_that_of_its_key(monkeypatch):
   with pytest.raises(RuntimeError, match="seen"):
     train(worker_count=3, ahead=ReadAhead(per_worker_buffer_size=7))
   options.assert_called_once_with(num_workers=3, per_worker_buffer_size=7)
+
+
+def test_on_gpus_no_row_is_put_on_devices_while_a_program_runs_for_the_first_time(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  events, threads, can_end = [], [], threading.Event()
+
+  class Noted(RowPlacement):
+    def _stage(self, read: Any, ids: Any) -> Any:
+      events.append("placed")
+      can_end.set()
+
+  def program(patience: float) -> int:
+    place, no_ids = Noted(sharding("data"), 0, MICRO), np.zeros(0)
+    threads.append(threading.Thread(target=lambda: place.stage({}, no_ids)))
+    threads[-1].start()
+    can_end.wait(patience)
+    events.append("ran")
+    return 0
+
+  step = alone_at_first(program)
+  step(0.2)
+  threads[0].join()
+  can_end.clear()
+  step(PATIENCE_SECONDS)
+  assert events == ["ran", "placed", "placed", "ran"]
+
+
+def test_on_cpus_programs_run_as_they_are():
+  assert alone_at_first(print) is print

@@ -15,9 +15,12 @@ other.
 """
 
 import bisect
+import collections
 import dataclasses
 import functools
 import math
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +38,38 @@ CHECKSUMS = "checksums"
 
 Staged = Callable[[], Rows]
 """Dispatches what is left to do, and returns the rows."""
+
+
+_PLACING = threading.Lock()
+"""Held on GPUs while rows are put on devices, and while a program runs for the first time."""
+_LATELY = collections.deque[Callable[[], jax.Array | None]](maxlen=64)
+"""Arrays that were put there lately, as weak references: their copies may be under way."""
+
+
+def alone_at_first(program: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a compiled program whose first run, on GPUs, is waited for while no rows are put on devices.
+
+  cuDNN loads the kernels of attention at the first run by capturing the stream of all programs. A copy that
+  another thread begins meanwhile joins what is captured, and the run ends with "capturing stream has
+  unjoined work" (jax 0.11.2, cuDNN 9.19): 6 of 9 runs did, on an H100.
+  """
+  if jax.default_backend() != "gpu":
+    return program
+  has_run = False
+
+  @functools.wraps(program, updated=())
+  def run(*inputs: Any) -> Any:
+    nonlocal has_run
+    if has_run:
+      return program(*inputs)
+    with _PLACING:
+      jax.block_until_ready([array for each in _LATELY if (array := each()) is not None])
+      _LATELY.clear()
+      result = jax.block_until_ready(program(*inputs))
+      has_run = True
+    return result
+
+  return run
 
 
 class WrongRowError(RowsError):
@@ -131,6 +166,12 @@ class RowPlacement:
     Raises:
       WrongRowError: a row of this process, which nobody else needs, is not what was read for its sample.
     """
+    if jax.default_backend() != "gpu":
+      return self._stage(read, ids)
+    with _PLACING:
+      return self._stage(read, ids)
+
+  def _stage(self, read: Mapping[int, Arrays], ids: np.ndarray) -> Staged:
     size = self._block_size
     placed = self._global(ids.shape, lambda block, _: ids[:, block * size : (block + 1) * size])
     one = next(iter(read.values()))
@@ -206,7 +247,7 @@ class RowPlacement:
       return rows if dim else rows[0]
 
     shape = shape[1 - dim :]
-    return jax.make_array_from_callback(shape, self._of_rank(len(shape)), local)
+    return _noted(jax.make_array_from_callback(shape, self._of_rank(len(shape)), local))
 
   def _slots(self, records: Mapping[int, np.ndarray]) -> jax.Array:
     """Returns what each device keeps and sends: int32[D, slots, K, b, W] of records [K, R, W]."""
@@ -225,10 +266,15 @@ class RowPlacement:
       return slots[None]
 
     place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return jax.make_array_from_callback(shape, place, local)
+    return _noted(jax.make_array_from_callback(shape, place, local))
 
   def _of_rank(self, rank: int) -> NamedSharding:
     return NamedSharding(self.sharding.mesh, PartitionSpec(*self.sharding.spec[:rank]))
+
+
+def _noted(array: jax.Array) -> jax.Array:
+  _LATELY.append(weakref.ref(array))
+  return array
 
 
 def _packed(names: Sequence[str], arrays: Arrays) -> np.ndarray:

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
@@ -236,7 +237,9 @@ def write_profile(folder: RunFolder, traced: Traced, step: Step) -> None:
   Raises:
     UserError: it cannot be written.
   """
-  text = cast(jax.stages.Compiled, step).as_text() or ""
+  # Without what waits for its first run.
+  program = cast(jax.stages.Compiled, inspect.unwrap(step))
+  text = program.as_text() or ""
   result = step_profile(folder.profile, text, traced.last - traced.first)
   print(f"\nTraced steps {traced.first + 1} to {traced.last}, in {folder.profile}", flush=True)
   if result is None:

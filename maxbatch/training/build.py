@@ -16,7 +16,7 @@ from maxbatch.config.schema import Config, OptimizerConfig
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.core.topology import Topology
 from maxbatch.data.loader import ChainedLoader, EvalRows, Loader, eval_loader, train_loader
-from maxbatch.data.placement import CHECKSUMS, RowPlacement
+from maxbatch.data.placement import CHECKSUMS, RowPlacement, alone_at_first
 from maxbatch.data.reading import read_ahead
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.rows import Dataset, Rows, RowSource, SourceRows
@@ -313,7 +313,7 @@ def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalS
 
 @functools.lru_cache(_KEPT)
 def _compiled_eval(trainer: Trainer, rows: Rows) -> EvalStep:
-  return traced_eval(trainer, rows).lower().compile(trainer.compiler_flags.options)
+  return alone_at_first(traced_eval(trainer, rows).lower().compile(trainer.compiler_flags.options))
 
 
 def _shapes(source: RowSource, leading: tuple[int, ...], place: RowPlacement) -> Rows:

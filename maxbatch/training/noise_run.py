@@ -21,6 +21,7 @@ from maxbatch.config.schema import NoiseConfig
 from maxbatch.core.keys import text
 from maxbatch.core.noise_scale import TOTAL, Estimate, Moments, moments
 from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.data.placement import alone_at_first
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import sync_errors
 from maxbatch.models.registry import Model, Probed
@@ -39,6 +40,7 @@ class StepPrograms:
     self._compile_for, self._order = compile_for, list(micro_batches)
     self._pool = ThreadPoolExecutor(1, thread_name_prefix="compile")
     self._programs: dict[int, Future[Step]] = {}
+    self._alone: dict[int, Step] = {}
 
   def __enter__(self) -> Self:
     return self
@@ -51,7 +53,7 @@ class StepPrograms:
   def __call__(self, micro_batch: int) -> Step:
     """Returns the step for this microbatch; begins to compile the one that comes after it."""
     program = self._program(micro_batch)
-    step = program.result()
+    step = self._alone.setdefault(micro_batch, alone_at_first(program.result()))
     after = self._order.index(micro_batch) + 1
     if after < len(self._order):
       self._program(self._order[after])
