@@ -99,7 +99,7 @@ def test_a_run_goes_on_when_process_0_is_killed_and_when_its_host_goes_and_comes
 
 
 def test_a_copy_with_a_wrong_bit_is_not_used_but_the_newest_checkpoint(tmp_path):
-  keys = ("num_simulated_devices=1", "checkpoint_period=8")
+  keys = ("num_simulated_devices=1", "steps=64", "checkpoint_period=8")
   undisturbed = Undisturbed(tmp_path, "undisturbed", 1, [*STEPS, *keys])
   run = start(tmp_path, "run", 1, *keys)
   try:
