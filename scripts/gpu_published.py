@@ -27,6 +27,8 @@ _COMMON = (
   "dataset_type=synthetic",
   "dtype=bfloat16",
   "packing=false",
+  # As the programs that were measured.
+  "scan_layers=true",
 )
 # MaxText's and torchtitan's runs let the framework take nearly all of the memory.
 _TAKEN = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
