@@ -243,7 +243,10 @@ def write_profile(folder: RunFolder, traced: Traced, step: Step) -> None:
   result = step_profile(folder.profile, text, traced.last - traced.first)
   print(f"\nTraced steps {traced.first + 1} to {traced.last}, in {folder.profile}", flush=True)
   if result is None:
-    print("  the trace has no operation of the step", flush=True)
+    # On GPUs the kernels of a CUDA graph have its name alone.
+    graphs = jax.default_backend() == "gpu"
+    why = ": its kernels ran in CUDA graphs; xprof shows them" if graphs else ""
+    print(f"  the trace has no operation of the step{why}", flush=True)
     return
   write_run_file(folder.profile_json, json.dumps(result.as_dict(), indent=2) + "\n")
   print("\n".join(_lines(result)), flush=True)
