@@ -11,13 +11,13 @@ import dataclasses
 import json
 import pathlib
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import AppendedFile, elsewhere, replacing
@@ -104,32 +104,6 @@ _TYPES: Any = types_pb2
 _FILE_VERSION = "brain.Event:2"
 
 
-def _crc_table() -> list[int]:
-  """Returns the remainders of each byte by CRC-32C's polynomial."""
-  table = list(range(256))
-  for _ in range(8):
-    table = [crc >> 1 ^ (0x82F63B78 if crc & 1 else 0) for crc in table]
-  return table
-
-
-_CRC_TABLE = _crc_table()
-
-
-def _checksum(data: bytes) -> bytes:
-  """Returns TensorFlow's masked CRC-32C."""
-  crc = 0xFFFFFFFF
-  for byte in data:
-    crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-  crc ^= 0xFFFFFFFF
-  return struct.pack("<I", (crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF)
-
-
-def _framed(data: bytes) -> bytes:
-  """Returns a record of TensorBoard's files; to import its own writer takes a twentieth of a start."""
-  length = struct.pack("<Q", len(data))
-  return length + _checksum(length) + data + _checksum(data)
-
-
 class Curves:
   """Appends points to the curves of one folder."""
 
@@ -144,7 +118,7 @@ class Curves:
     # each: a quick restart must have one of its own, which comes later.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     name = f"events.out.tfevents.{seconds}.{nanoseconds:09}.{socket.gethostname()}"
-    self._file = AppendedFile(folder / name, report)
+    self._records = RecordWriter(AppendedFile(folder / name, report))
     self._append(file_version=_FILE_VERSION)
     starts = _EVENTS.SessionLog(status=_EVENTS.SessionLog.START)
     self._append(step=first, session_log=starts)
@@ -168,12 +142,12 @@ class Curves:
 
   def close(self) -> None:
     """Writes what is not on disk yet, if that is possible."""
-    self._file.close()
+    self._records.close()
 
   def _append(self, **content: object) -> None:
     event = _EVENTS.Event(wall_time=time.time(), **content)
-    self._file.write(_framed(event.SerializeToString()))
-    self._file.flush()
+    self._records.write(event.SerializeToString())
+    self._records.flush()
 
 
 class TensorBoardWriter:
