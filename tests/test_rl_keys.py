@@ -55,7 +55,7 @@ EFFECTIVE = f"""
   max_num_checkpoints_to_keep checkpoint_keep_period allow_changed_resume load_parameters_path
   {" ".join(declared(schema.RLConfig))}
   {" ".join(declared(schema.ProfilingConfig))}
-  precision dtype weight_dtype weight_rounding grad_dtype loss_scale initial_loss_scale
+  precision dtype weight_dtype weight_rounding grad_dtype quantization loss_scale initial_loss_scale
   min_loss_scale max_loss_scale loss_scale_window loss_scale_growth_factor
   loss_scale_backoff_factor max_consecutive_skipped_steps metrics_writers write_report
 """

@@ -78,7 +78,8 @@ class Accumulate(Protocol):
     """Returns the sums over the first `num_microbatches` microbatches.
 
     Args:
-      params: what the gradient is taken by.
+      params: what the gradient is taken by, a pytree. Of a `Max` in it microbatches' gradients are not
+        added up: the step's is the largest of them.
       rows: a pytree of arrays (k, B, …).
       num_microbatches: int32 scalar, at most k, and k where that is 1; later rows are never read.
         (A pipeline takes its timetable.)
@@ -280,7 +281,7 @@ def _sums(
     # Without the barrier XLA moves reductions over fsdp behind the loop, and the loop then carries
     # whole gradients on every device: for Llama-2-7B on 256 TPUs 2 of 5.7 GiB.
     new = jax.lax.optimization_barrier(summand(new))
-    gradients = jax.tree.map(jnp.add, gradients, new)
+    gradients = joined(gradients, new)
     if squared_norm is not None:
       of_each, divisors_k = squares
       squares = of_each + squared_norm(new), divisors_k.at[index].set(_first(terms).denominator)

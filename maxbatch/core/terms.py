@@ -54,9 +54,10 @@ class Sum:
 class Max:
   """The largest value of all rows of a step, entry by entry."""
 
-  largest: jax.Array
+  largest: Any
+  """An array, or a pytree of them."""
 
-  def value(self) -> jax.Array:
+  def value(self) -> Any:
     """Returns the maximum."""
     return self.largest
 

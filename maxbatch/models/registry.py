@@ -26,7 +26,8 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, sharding
 from maxbatch.models import transformer
 from maxbatch.models.cache import Cache, Decode
-from maxbatch.models.layers import Buffer, Norm, Outputs, Parameter, outputs_of
+from maxbatch.models.eight_bit import LARGEST, with_weights
+from maxbatch.models.layers import Buffer, Norm, Outputs, Parameter, Projection, outputs_of
 from maxbatch.models.lora import ADAPTER, Path, add_adapters, frozen_paths
 from maxbatch.models.probes import Probe, TiedProbe, exponent_probe, probe_of
 from maxbatch.precision.policy import PLAIN, Policy
@@ -58,8 +59,7 @@ class MeasuredModel(LanguageModel, Protocol):
   """What a model offers in addition for its output matrix to be measured for the noise scale."""
 
   def output_probe(self) -> jax.Array | TiedProbe | None:
-    """Returns the probe (B, S) of that matrix, see models/probes.py; None: it is not measured. It is
-    asked for after the model was called."""
+    """Returns that matrix's probe (B, S), once the model was called; None: it is not measured."""
     ...
 
 
@@ -173,6 +173,11 @@ class Model:
     flat = _flat(self.abstract).items()
     return frozenset(path for path, variable in flat if isinstance(variable, Buffer))
 
+  @functools.cached_property
+  def magnitudes(self) -> frozenset[Path]:
+    """Those of them for products in eight bits."""
+    return frozenset(path for path in self.buffers if path[-1] == LARGEST)
+
   def split(self, parameters: Parameters) -> tuple[Parameters, Parameters]:
     """Divides parameters, or trees like them, into those that train and the frozen ones."""
     if not self.frozen:
@@ -194,7 +199,7 @@ class Model:
   def bind(self, parameters: Parameters, probes: Parameters | None = None) -> LanguageModel:
     """Returns the model with these parameters, to be called; probes to differentiate by them."""
     state = jax.tree.map(lambda leaf: leaf, self.abstract)
-    nnx.replace_by_pure_dict(state, parameters)
+    nnx.replace_by_pure_dict(state, with_weights(parameters, self.magnitudes))
     measured = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_probes)
     if probes is not None:
       nnx.replace_by_pure_dict(measured, probes)
@@ -261,8 +266,8 @@ def active_share(config: ModelConfig, axes: LogicalAxes) -> float:
 
 
 def num_parameters(model: Model) -> int:
-  """Counts the parameters of a model."""
-  return sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
+  """Counts the parameters of a model, without magnitudes."""
+  return sum(one.size for path, one in _flat(model.abstract).items() if path[-1] != LARGEST)
 
 
 def parameter_counts(model: Model) -> str:
@@ -355,20 +360,21 @@ def _built(
     structure, parameters, measured = nnx.split(module, Parameter, Probe)
     return structure, parameters, measured
 
-  graph, abstract, abstract_probes = jax.eval_shape(create, jax.random.key(0))
-  shapes = graph, abstract, abstract_probes
-  return Model(config, create, *shapes, max_target_length, trainable, policy, probes)
+  graph, abstract, measured = jax.eval_shape(create, jax.random.key(0))
+  given = max_target_length, trainable, policy, probes
+  return Model(config, create, graph, abstract, measured, *given)
 
 
 def _set_policy(model: nnx.Module, policy: Policy) -> None:
-  """Tells all modules with a `policy`, and gives parameters, but for adapters and buffers, the dtype
-  they are kept in."""
+  """Tells all modules with a `policy`, and gives parameters but adapters and buffers their stored dtype."""
   for path, node in nnx.iter_graph(model):
     is_kept = isinstance(node, Parameter) and not isinstance(node, Buffer)
     if is_kept and path[-1] not in ADAPTER:
       node.set_value(node[...].astype(policy.parameters.carrier))
     elif isinstance(node, nnx.Module) and hasattr(type(node), "policy"):
       node.policy = policy  # pyright: ignore[reportAttributeAccessIssue]
+      if policy.eight_bit and isinstance(node, Projection):
+        node.measure_magnitudes()
 
 
 def _add_exponent_probes(model: nnx.Module) -> None:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from maxbatch.config.schema import ModelConfig, PrecisionConfig
+from maxbatch.config.schema import Config, ModelConfig, PrecisionConfig
 from maxbatch.errors import UserError
-from maxbatch.precision.formats import FLOAT16, FLOAT32, FORMATS, Format, compute_format
+from maxbatch.precision.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, Format, compute_format
 
 
 def rounded(x: jax.Array, to: Format) -> jax.Array:
@@ -85,6 +85,8 @@ class Policy:
   """To which a microbatch's gradients are rounded before they are summed."""
   reduction: Format = FLOAT32
   """In which gradients are summed over microbatches and devices."""
+  eight_bit: bool = False
+  """Whether projections multiply in float8, see models/eight_bit.py."""
   weight_rounding: Literal["none", "stochastic", "nearest"] = "none"
   """How updated weights are rounded where their format is narrower than the update."""
 
@@ -118,6 +120,8 @@ class Policy:
     parts = [f"computes in {self.compute.name}{emulated}", f"weights in {self.parameters.name}"]
     if self.weight_rounding != "none":
       parts.append(f"rounded {_ROUNDED[self.weight_rounding]}")
+    if self.eight_bit:
+      parts.append("projections in float8")
     if self.gradients != FLOAT32:
       parts.append(f"gradients in {self.gradients.name}")
     return ", ".join(parts)
@@ -180,6 +184,7 @@ def policy_of(config: PrecisionConfig) -> Policy:
     parameters=FORMATS[config.weight_dtype],
     compute=compute_format(config),
     gradients=FORMATS[config.grad_dtype],
+    eight_bit=config.quantization == "fp8",
     weight_rounding=config.weight_rounding,
   )
 
@@ -196,3 +201,35 @@ def check_range(model: ModelConfig, policy: Policy) -> None:
       f"them, make a residual stream beyond float16's {FLOAT16.largest:,.0f}, which no loss scale "
       "prevents; for example precision=bfloat16"
     )
+
+
+def check_quantization(config: Config, policy: Policy) -> None:
+  """Refuses products in eight bits beside what they have not been built for.
+
+  Raises:
+    UserError: naming the key, and a value that works.
+  """
+  if not policy.eight_bit:
+    return
+  lora, trainable = config.model.lora_rank, list(config.optimizer.trainable)
+  schedule, over_data = (
+    config.pipeline.pipeline_schedule,
+    config.optimizer.shard_optimizer_over_data,
+  )
+  noise, every = config.noise, config.noise.gns_calibrate_every
+  refused = (
+    (policy.compute not in (FLOAT32, BFLOAT16), f"dtype={policy.compute.name}", "dtype=bfloat16"),
+    (schedule != "none", f"pipeline_schedule={schedule}", "pipeline_schedule=none"),
+    (lora > 0, f"lora_rank={lora}", "lora_rank=0"),
+    (bool(trainable), f"trainable={trainable}", "trainable=[]"),
+    (noise.gns == "all", "gns=all", "gns_from_microbatches=true gns=off"),
+    (noise.gns == "norm" and every > 0, f"gns_calibrate_every={every}", "gns_calibrate_every=0"),
+    (config.precision.precision_report, "precision_report=true", "precision_report=false"),
+    (over_data, "shard_optimizer_over_data=true", "shard_optimizer_over_data=false"),
+  )
+  for is_given, given, instead in refused:
+    if is_given:
+      raise UserError(
+        f"quantization=fp8 {given}: products in eight bits do not go with it; for example {instead}, or "
+        "quantization=none"
+      )

@@ -5,11 +5,12 @@ k microbatches, B rows of a microbatch over all devices, T tokens.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 
 from maxbatch.core.accumulate import (
@@ -20,7 +21,7 @@ from maxbatch.core.accumulate import (
   sum_denominators,
   sum_forward,
 )
-from maxbatch.core.terms import Stats, Sum, Terms
+from maxbatch.core.terms import Max, Stats, Sum, Terms
 from maxbatch.core.topology import weight_groups
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models.experts import TOKENS
@@ -28,11 +29,12 @@ from maxbatch.models.lora import Path
 from maxbatch.models.registry import DENSE_LAYERS, Model, Parameters, Probed, by_path, joined
 from maxbatch.training import partial_sums
 from maxbatch.training.expert_load import counts_twice, tokens_of
-from maxbatch.training.objective import PROBES, TEXT, Loss, noise_stats
+from maxbatch.training.objective import MAGNITUDES, PROBES, TEXT, Loss, noise_stats
 from maxbatch.training.state import NOTHING, Measures, num_groups, zero_probe_squares
 
-_PARAMS, _PROBES = "params", "probes"
-"""What is differentiated by: a probe's gradient is Σ over microbatches of squared norms by row."""
+_PARAMS, _PROBES, _MAGNITUDES = "params", "probes", "magnitudes"
+"""What is differentiated by: a probe's gradient is Σ over microbatches of squared norms by row, that of a
+projection's magnitudes the largest of any microbatch."""
 
 
 def model_accumulate(
@@ -84,24 +86,39 @@ def model_accumulate(
       params, zeros = _apart(model, params, places), None
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    others: dict[str, Any] = {
+      _PROBES: zero_probe_squares(model, (weight_groups(mesh.shape), tensor))
+    }
+    given: dict[str, Any] = {_PROBES: probes}
+    if model.magnitudes:
+      params, given[_MAGNITUDES] = _without_magnitudes(model, params)
+      zeros, others[_MAGNITUDES] = _without_magnitudes(model, zeros)
     result = accumulate_parts(
-      {_PARAMS: params, _PROBES: probes},
+      {_PARAMS: params, **given},
       rows,
       num_microbatches,
       keys,
-      zeros={
-        _PARAMS: zeros,
-        _PROBES: zero_probe_squares(model, (weight_groups(mesh.shape), tensor)),
-      },
+      zeros={_PARAMS: zeros, **others},
       denominators=denominators,
     )
     stats = dict(result.stats)
     if measures.noise(model):
       stats[PROBES] = Sum(result.gradients[_PROBES])
     gradients = _together(result.gradients[_PARAMS])
+    if model.magnitudes:
+      each = {path: one.largest for path, one in result.gradients[_MAGNITUDES].items()}
+      stats[MAGNITUDES] = Max(each)
+      zero = {path: jnp.zeros_like(one) for path, one in each.items()}
+      gradients = unflatten_dict(flatten_dict(gradients) | zero)
     return result._replace(gradients=gradients, stats=stats)
 
   return run
+
+
+def _without_magnitudes(model: Model, tree: Parameters) -> tuple[Parameters, dict[Path, Max]]:
+  flat = cast(dict[Path, Any], flatten_dict(tree))
+  each = {path: Max(flat.pop(path)) for path in sorted(model.magnitudes)}
+  return unflatten_dict(flat), each
 
 
 def _apart(model: Model, params: Parameters, places: Any) -> Parameters:
@@ -205,6 +222,9 @@ def _loss(
   """Returns terms and statistics of a microbatch, with what the noise scale needs of its rows."""
   frozen, scale = constants
   whole, probes = joined(params[_PARAMS], frozen), params[_PROBES]
+  if _MAGNITUDES in params:
+    each = {path: one.largest for path, one in params[_MAGNITUDES].items()}
+    whole = joined(whole, unflatten_dict(each))
   terms, stats = loss(model, whole, microbatch, keys_B, probes, measures.metrics, scale)
   if measures.noise(model):
     stats = {**stats, **noise_stats(loss.rows(microbatch))}
@@ -227,7 +247,7 @@ def _constrained(model: Model, gradients: dict[str, Parameters]) -> dict[str, Pa
 
 def _summands(model: Model, gradients: dict[str, Parameters]) -> dict[str, Parameters]:
   """Returns what a microbatch adds: rounded gradients, and its rows' squares in parts."""
-  return {
+  return gradients | {
     _PARAMS: jax.tree.map(model.policy.summand, gradients[_PARAMS]),
     _PROBES: jax.tree.map(partial_sums.of_rows, gradients[_PROBES]),
   }

@@ -41,7 +41,7 @@ from maxbatch.models.remat import offload_obstacle
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.precision.loss_scale import LossScaling, scaling_of
-from maxbatch.precision.policy import check_range, policy_of
+from maxbatch.precision.policy import check_quantization, check_range, policy_of
 from maxbatch.training.evaluation import EvalStep, traced_eval
 from maxbatch.training.expert_load import check_balance
 from maxbatch.training.metrics import chosen_metrics
@@ -84,6 +84,7 @@ def build_trainer(
   policy = policy_of(config.precision)
   model_config = resolve_attention(config.model, length, devices[0], policy.compute)
   check_range(config.model, policy)
+  check_quantization(config, policy)
   model = build_model(model_config, length, config.noise.gns, config.optimizer.trainable, policy)
   _check_rounding(model)
   every_k = _microbatches_per_update(config, plan)

@@ -1,6 +1,7 @@
-"""What a step counts of its experts, and what it writes beside what the optimizer does: biases and loads.
+"""What a step counts of its experts, and what it writes beside what the optimizer does: biases and loads,
+and the magnitudes that scales of products in eight bits follow from.
 
-L layers, E experts. Both follow from the integers of the whole step, int32[L, E], so no split of its
+L layers, E experts. All follow from integers or maxima of the whole step, int32[L, E], so no split of its
 batch changes them.
 """
 
@@ -16,11 +17,13 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.core.terms import Stats, Sum
 from maxbatch.core.train_step import StepResult, StepState
 from maxbatch.errors import UserError
+from maxbatch.models.eight_bit import next_largest
 from maxbatch.models.experts import LOAD, TOKENS, has_load
 from maxbatch.models.lora import Path
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.model_parts import to_stage_order
+from maxbatch.training.objective import MAGNITUDES
 
 _MOST_RECORDED = 512
 """Loads of single experts that a step records; of more, those of its layers alone."""
@@ -86,7 +89,7 @@ def with_buffers(
   )
   if not model.buffers & set(old):
     return after, updates
-  leaves = _written(model, pipeline, old, tokens_of(result.sums.stats), result.is_last)
+  leaves = _written(model, pipeline, old, result.sums.stats, result.is_last)
   moved_by = {path: leaf - old[path] for path, leaf in leaves.items()}
   params = unflatten_dict(flatten_dict(after.params) | leaves)
   return after._replace(params=params), unflatten_dict(flatten_dict(updates) | moved_by)
@@ -96,7 +99,7 @@ def _written(
   model: Model,
   pipeline: Pipeline | None,
   before: Mapping[Path, Any],
-  tokens_LE: jax.Array,
+  stats: Stats,
   is_last: jax.Array,
 ) -> dict[Path, jax.Array]:
   """Returns the buffers after a dispatch, which change if it ends the step.
@@ -105,8 +108,12 @@ def _written(
   that of the step. Layers of a pipeline's parameters are in its own order, tokens in the model's.
   """
   rate, results = model.config.routed_bias_update_rate, {}
-  for path in sorted(model.buffers & set(before)):
-    ordered = to_stage_order(model, pipeline, unflatten_dict({path: tokens_LE}))
+  if model.magnitudes:
+    of_step = stats[MAGNITUDES].value()
+    results = {path: next_largest(before[path], of_step[path]) for path in of_step}
+    results = {path: jnp.where(is_last, new, before[path]) for path, new in results.items()}
+  for path in sorted((model.buffers - model.magnitudes) & set(before)):
+    ordered = to_stage_order(model, pipeline, unflatten_dict({path: tokens_of(stats)}))
     (tokens,) = jax.tree.leaves(ordered)
     new = _load(model.config, tokens) if path == LOAD else before[path] + rate * _missing(tokens)
     results[path] = jnp.where(is_last, new, before[path])
@@ -134,7 +141,8 @@ def load_metrics(stats: Stats) -> tuple[dict[str, Any], dict[str, jax.Array]]:
 
   A load is an expert's tokens over the even load of its layer; dead experts had none.
   """
-  rest: dict[str, Any] = {name: stat for name, stat in stats.items() if name != TOKENS}
+  not_recorded = TOKENS, MAGNITUDES
+  rest: dict[str, Any] = {name: stat for name, stat in stats.items() if name not in not_recorded}
   if TOKENS not in stats:
     return rest, {}
   tokens_LE = tokens_of(stats)

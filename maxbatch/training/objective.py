@@ -10,11 +10,12 @@ k microbatches, B rows of a microbatch, F devices along fsdp, S along tensor.
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from maxbatch.core.terms import Max, Ratio, Stat, Stats, Sum, Terms, zeros_of
 from maxbatch.data.rows import Rows
@@ -29,6 +30,9 @@ LOSS = "loss"
 ROWS, ROW_TOKENS_SQUARED, PROBES = "gns/rows", "gns/row_tokens_squared", "gns/probes"
 """Statistics that the noise scale is estimated from: rows that count, Σ (their tokens)², and for each probe
 Σ ‖gradient of a row's summed loss‖²."""
+
+MAGNITUDES = "magnitudes"
+"""The statistic of the largest magnitudes that products in eight bits had, by path of their buffer."""
 
 
 class Loss(Protocol):
@@ -214,6 +218,12 @@ def zero_model_sums(model: Model) -> tuple[dict[str, Ratio], dict[str, Stat]]:
   zero = jnp.zeros((), jnp.float32)
   none = {name: Ratio(zero, zero, term.coefficient) for name, term in sorted(terms.items())}
   return none, dict(zeros_of(stats))
+
+
+def zero_magnitudes(model: Model) -> Max:
+  """Returns `MAGNITUDES` before the first rows."""
+  flat = cast(dict[Any, jax.Array], flatten_dict(model.shapes()))
+  return Max({path: jnp.zeros(flat[path].shape) for path in sorted(model.magnitudes)})
 
 
 def noise_stats(rows: Rows) -> dict[str, Stat]:
