@@ -31,7 +31,7 @@ from maxbatch.hugging_face.family import Family, Shape, Tensor
 from maxbatch.hugging_face.model_keys import HARMLESS, PLAIN, differing, read_config_json
 from maxbatch.hugging_face.registry import family_for, read_folder
 from maxbatch.models import lora
-from maxbatch.models.eight_bit import LARGEST
+from maxbatch.models.float8 import AMAX
 from maxbatch.models.lora import ADAPTER, without_adapters
 from maxbatch.models.registry import build_model
 from maxbatch.run_folder.progress import ByteProgress
@@ -162,7 +162,7 @@ def _other_run(checkpoint: WholeCheckpoint, key: str, ours: object, saved: objec
 def _check_leaves(checkpoint: WholeCheckpoint, axes: Mapping[str, LogicalAxes]) -> None:
   leaves = {name for name in checkpoint.record["leaves"] if name.startswith(PARAMETERS)}
   # Magnitudes that quantization=fp8 keeps are of a run, not of its model.
-  saved = {name for name in leaves if name.rpartition("/")[2] != LARGEST}
+  saved = {name for name in leaves if name.rpartition("/")[2] != AMAX}
   ours = {_leaf(path) for path in axes}
   if different := sorted(saved ^ ours):
     raise UserError(

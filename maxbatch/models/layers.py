@@ -20,7 +20,7 @@ from maxbatch.core.terms import Ratio, Stat, Stats, Terms, map_stats
 from maxbatch.data.rows import in_order
 from maxbatch.hardware.compiler_flags import writes_operands
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
-from maxbatch.models.eight_bit import eight_bit_product
+from maxbatch.models.float8 import float8_product
 from maxbatch.models.forms import (
   barrier,
   barrier_gradients,
@@ -136,8 +136,8 @@ class Projection(nnx.Module):
   """The name by which a remat_policy can keep what it gives."""
   policy: Policy = PLAIN
   exponents: Probe | None = None
-  largest: Buffer | None = None
-  """Of a product in eight bits what its scales follow from."""
+  amax: Buffer | None = None
+  """Of products in float8 what their scales follow from."""
 
   def __init__(
     self,
@@ -186,18 +186,18 @@ class Projection(nnx.Module):
     self.lora_b = Parameter(jnp.zeros(shape_b, jnp.float32), axes=(None, *axes[ins:]))
     self.lora_scale = scale
 
-  def measure_magnitudes(self) -> None:
-    """Adds the buffer that products in eight bits need; in stacked layers, as a whole, one for each."""
+  def add_amax(self) -> None:
+    """Adds the buffer that products in float8 need; in stacked layers, as a whole, one for each."""
     layers = self.kernel.shape[: self.kernel.ndim - len(self.kernel.axes)]
-    self.largest = buffer(0.0, (*layers, 3), (None,))
+    self.amax = buffer(0.0, (*layers, 3), (None,))
 
   def _multiplied(
     self, x: jax.Array, name: str, parameter: Parameter, num_inputs: int
   ) -> jax.Array:
     """Multiplies x by the parameter of that name, whose first dims are the last of x."""
-    if self.largest is not None and name == "kernel":
+    if self.amax is not None and name == "kernel":
       axes = parameter.axes
-      return eight_bit_product(x, parameter[...], self.largest[...], num_inputs, axes)
+      return float8_product(x, parameter[...], self.amax[...], num_inputs, axes)
     probe = probe_values(self.probe, name)
     if probe is not None:
       return product(x, parameter.ready(self.policy), num_inputs, probe, parameter.axes)
@@ -305,8 +305,8 @@ class FeedForward(nnx.Module):
   @jax.named_scope("mlp")
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """Applies the layer: (B, T, D) → (B, T, D)."""
-    if self.policy.eight_bit:
-      return self._in_eight_bits(x_BTD)
+    if self.policy.float8:
+      return self._in_float8(x_BTD)
     # Else the sums of the norm's gradient are formed while the products that give it are.
     is_written = writes_operands.value and x_BTD.shape[-1] >= _WIDE
     x_BTD = barrier(x_BTD) if is_written else barrier_gradients(x_BTD)
@@ -319,7 +319,7 @@ class FeedForward(nnx.Module):
     h_BTF = barrier(self.policy.cast(h_BTF))
     return self.down(constrain(h_BTF, ("batch", "length", "mlp")))
 
-  def _in_eight_bits(self, x_BTD: jax.Array) -> jax.Array:
+  def _in_float8(self, x_BTD: jax.Array) -> jax.Array:
     """Applies the layer without barriers: what is written is the rounded operand of a product."""
     up_BTF = self.up(x_BTD)
     h_BTF = (

@@ -26,7 +26,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, sharding
 from maxbatch.models import transformer
 from maxbatch.models.cache import Cache, Decode
-from maxbatch.models.eight_bit import LARGEST, with_weights
+from maxbatch.models.float8 import AMAX, with_weights
 from maxbatch.models.layers import Buffer, Norm, Outputs, Parameter, Projection, outputs_of
 from maxbatch.models.lora import ADAPTER, Path, add_adapters, frozen_paths
 from maxbatch.models.probes import Probe, TiedProbe, exponent_probe, probe_of
@@ -174,9 +174,9 @@ class Model:
     return frozenset(path for path, variable in flat if isinstance(variable, Buffer))
 
   @functools.cached_property
-  def magnitudes(self) -> frozenset[Path]:
-    """Those of them for products in eight bits."""
-    return frozenset(path for path in self.buffers if path[-1] == LARGEST)
+  def amax_buffers(self) -> frozenset[Path]:
+    """Those of them for products in float8."""
+    return frozenset(path for path in self.buffers if path[-1] == AMAX)
 
   def split(self, parameters: Parameters) -> tuple[Parameters, Parameters]:
     """Divides parameters, or trees like them, into those that train and the frozen ones."""
@@ -199,7 +199,7 @@ class Model:
   def bind(self, parameters: Parameters, probes: Parameters | None = None) -> LanguageModel:
     """Returns the model with these parameters, to be called; probes to differentiate by them."""
     state = jax.tree.map(lambda leaf: leaf, self.abstract)
-    nnx.replace_by_pure_dict(state, with_weights(parameters, self.magnitudes))
+    nnx.replace_by_pure_dict(state, with_weights(parameters, self.amax_buffers))
     measured = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_probes)
     if probes is not None:
       nnx.replace_by_pure_dict(measured, probes)
@@ -266,8 +266,8 @@ def active_share(config: ModelConfig, axes: LogicalAxes) -> float:
 
 
 def num_parameters(model: Model) -> int:
-  """Counts the parameters of a model, without magnitudes."""
-  return sum(one.size for path, one in _flat(model.abstract).items() if path[-1] != LARGEST)
+  """Counts the parameters of a model, without what scales of float8 follow from."""
+  return sum(one.size for path, one in _flat(model.abstract).items() if path[-1] != AMAX)
 
 
 def parameter_counts(model: Model) -> str:
@@ -373,8 +373,8 @@ def _set_policy(model: nnx.Module, policy: Policy) -> None:
       node.set_value(node[...].astype(policy.parameters.carrier))
     elif isinstance(node, nnx.Module) and hasattr(type(node), "policy"):
       node.policy = policy  # pyright: ignore[reportAttributeAccessIssue]
-      if policy.eight_bit and isinstance(node, Projection):
-        node.measure_magnitudes()
+      if policy.float8 and isinstance(node, Projection):
+        node.add_amax()
 
 
 def _add_exponent_probes(model: nnx.Module) -> None:

@@ -85,8 +85,8 @@ class Policy:
   """To which a microbatch's gradients are rounded before they are summed."""
   reduction: Format = FLOAT32
   """In which gradients are summed over microbatches and devices."""
-  eight_bit: bool = False
-  """Whether projections multiply in float8, see models/eight_bit.py."""
+  float8: bool = False
+  """Whether projections multiply in float8, see models/float8.py."""
   weight_rounding: Literal["none", "stochastic", "nearest"] = "none"
   """How updated weights are rounded where their format is narrower than the update."""
 
@@ -120,7 +120,7 @@ class Policy:
     parts = [f"computes in {self.compute.name}{emulated}", f"weights in {self.parameters.name}"]
     if self.weight_rounding != "none":
       parts.append(f"rounded {_ROUNDED[self.weight_rounding]}")
-    if self.eight_bit:
+    if self.float8:
       parts.append("projections in float8")
     if self.gradients != FLOAT32:
       parts.append(f"gradients in {self.gradients.name}")
@@ -184,7 +184,7 @@ def policy_of(config: PrecisionConfig) -> Policy:
     parameters=FORMATS[config.weight_dtype],
     compute=compute_format(config),
     gradients=FORMATS[config.grad_dtype],
-    eight_bit=config.quantization == "fp8",
+    float8=config.quantization == "fp8",
     weight_rounding=config.weight_rounding,
   )
 
@@ -204,12 +204,12 @@ def check_range(model: ModelConfig, policy: Policy) -> None:
 
 
 def check_quantization(config: Config, policy: Policy) -> None:
-  """Refuses products in eight bits beside what they have not been built for.
+  """Refuses products in float8 beside what they have not been built for.
 
   Raises:
     UserError: naming the key, and a value that works.
   """
-  if not policy.eight_bit:
+  if not policy.float8:
     return
   lora, trainable = config.model.lora_rank, list(config.optimizer.trainable)
   schedule, over_data = (
@@ -230,6 +230,6 @@ def check_quantization(config: Config, policy: Policy) -> None:
   for is_given, given, instead in refused:
     if is_given:
       raise UserError(
-        f"quantization=fp8 {given}: products in eight bits do not go with it; for example {instead}, or "
+        f"quantization=fp8 {given}: products in float8 do not go with it; for example {instead}, or "
         "quantization=none"
       )

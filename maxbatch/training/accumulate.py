@@ -29,12 +29,12 @@ from maxbatch.models.lora import Path
 from maxbatch.models.registry import DENSE_LAYERS, Model, Parameters, Probed, by_path, joined
 from maxbatch.training import partial_sums
 from maxbatch.training.expert_load import counts_twice, tokens_of
-from maxbatch.training.objective import MAGNITUDES, PROBES, TEXT, Loss, noise_stats
+from maxbatch.training.objective import AMAXES, PROBES, TEXT, Loss, noise_stats
 from maxbatch.training.state import NOTHING, Measures, num_groups, zero_probe_squares
 
-_PARAMS, _PROBES, _MAGNITUDES = "params", "probes", "magnitudes"
+_PARAMS, _PROBES, _AMAX = "params", "probes", "amax"
 """What is differentiated by: a probe's gradient is Σ over microbatches of squared norms by row, that of a
-projection's magnitudes the largest of any microbatch."""
+projection's amax the largest of any microbatch."""
 
 
 def model_accumulate(
@@ -90,9 +90,9 @@ def model_accumulate(
       _PROBES: zero_probe_squares(model, (weight_groups(mesh.shape), tensor))
     }
     given: dict[str, Any] = {_PROBES: probes}
-    if model.magnitudes:
-      params, given[_MAGNITUDES] = _without_magnitudes(model, params)
-      zeros, others[_MAGNITUDES] = _without_magnitudes(model, zeros)
+    if model.amax_buffers:
+      params, given[_AMAX] = _without_amax(model, params)
+      zeros, others[_AMAX] = _without_amax(model, zeros)
     result = accumulate_parts(
       {_PARAMS: params, **given},
       rows,
@@ -105,9 +105,9 @@ def model_accumulate(
     if measures.noise(model):
       stats[PROBES] = Sum(result.gradients[_PROBES])
     gradients = _together(result.gradients[_PARAMS])
-    if model.magnitudes:
-      each = {path: one.largest for path, one in result.gradients[_MAGNITUDES].items()}
-      stats[MAGNITUDES] = Max(each)
+    if model.amax_buffers:
+      each = {path: one.largest for path, one in result.gradients[_AMAX].items()}
+      stats[AMAXES] = Max(each)
       zero = {path: jnp.zeros_like(one) for path, one in each.items()}
       gradients = unflatten_dict(flatten_dict(gradients) | zero)
     return result._replace(gradients=gradients, stats=stats)
@@ -115,9 +115,9 @@ def model_accumulate(
   return run
 
 
-def _without_magnitudes(model: Model, tree: Parameters) -> tuple[Parameters, dict[Path, Max]]:
+def _without_amax(model: Model, tree: Parameters) -> tuple[Parameters, dict[Path, Max]]:
   flat = cast(dict[Path, Any], flatten_dict(tree))
-  each = {path: Max(flat.pop(path)) for path in sorted(model.magnitudes)}
+  each = {path: Max(flat.pop(path)) for path in sorted(model.amax_buffers)}
   return unflatten_dict(flat), each
 
 
@@ -222,8 +222,8 @@ def _loss(
   """Returns terms and statistics of a microbatch, with what the noise scale needs of its rows."""
   frozen, scale = constants
   whole, probes = joined(params[_PARAMS], frozen), params[_PROBES]
-  if _MAGNITUDES in params:
-    each = {path: one.largest for path, one in params[_MAGNITUDES].items()}
+  if _AMAX in params:
+    each = {path: one.largest for path, one in params[_AMAX].items()}
     whole = joined(whole, unflatten_dict(each))
   terms, stats = loss(model, whole, microbatch, keys_B, probes, measures.metrics, scale)
   if measures.noise(model):

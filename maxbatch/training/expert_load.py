@@ -1,5 +1,5 @@
 """What a step counts of its experts, and what it writes beside what the optimizer does: biases and loads,
-and the magnitudes that scales of products in eight bits follow from.
+and the magnitudes that scales of products in float8 follow from.
 
 L layers, E experts. All follow from integers or maxima of the whole step, int32[L, E], so no split of its
 batch changes them.
@@ -17,13 +17,13 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.core.terms import Stats, Sum
 from maxbatch.core.train_step import StepResult, StepState
 from maxbatch.errors import UserError
-from maxbatch.models.eight_bit import next_largest
 from maxbatch.models.experts import LOAD, TOKENS, has_load
+from maxbatch.models.float8 import next_amax
 from maxbatch.models.lora import Path
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.model_parts import to_stage_order
-from maxbatch.training.objective import MAGNITUDES
+from maxbatch.training.objective import AMAXES
 
 _MOST_RECORDED = 512
 """Loads of single experts that a step records; of more, those of its layers alone."""
@@ -108,11 +108,11 @@ def _written(
   that of the step. Layers of a pipeline's parameters are in its own order, tokens in the model's.
   """
   rate, results = model.config.routed_bias_update_rate, {}
-  if model.magnitudes:
-    of_step = stats[MAGNITUDES].value()
-    results = {path: next_largest(before[path], of_step[path]) for path in of_step}
+  if model.amax_buffers:
+    of_step = stats[AMAXES].value()
+    results = {path: next_amax(before[path], of_step[path]) for path in of_step}
     results = {path: jnp.where(is_last, new, before[path]) for path, new in results.items()}
-  for path in sorted((model.buffers - model.magnitudes) & set(before)):
+  for path in sorted((model.buffers - model.amax_buffers) & set(before)):
     ordered = to_stage_order(model, pipeline, unflatten_dict({path: tokens_of(stats)}))
     (tokens,) = jax.tree.leaves(ordered)
     new = _load(model.config, tokens) if path == LOAD else before[path] + rate * _missing(tokens)
@@ -141,7 +141,7 @@ def load_metrics(stats: Stats) -> tuple[dict[str, Any], dict[str, jax.Array]]:
 
   A load is an expert's tokens over the even load of its layer; dead experts had none.
   """
-  not_recorded = TOKENS, MAGNITUDES
+  not_recorded = TOKENS, AMAXES
   rest: dict[str, Any] = {name: stat for name, stat in stats.items() if name not in not_recorded}
   if TOKENS not in stats:
     return rest, {}

@@ -31,8 +31,8 @@ ROWS, ROW_TOKENS_SQUARED, PROBES = "gns/rows", "gns/row_tokens_squared", "gns/pr
 """Statistics that the noise scale is estimated from: rows that count, Σ (their tokens)², and for each probe
 Σ ‖gradient of a row's summed loss‖²."""
 
-MAGNITUDES = "magnitudes"
-"""The statistic of the largest magnitudes that products in eight bits had, by path of their buffer."""
+AMAXES = "amax"
+"""The statistic of the largest magnitudes that products in float8 had, by path of their buffer."""
 
 
 class Loss(Protocol):
@@ -220,10 +220,10 @@ def zero_model_sums(model: Model) -> tuple[dict[str, Ratio], dict[str, Stat]]:
   return none, dict(zeros_of(stats))
 
 
-def zero_magnitudes(model: Model) -> Max:
-  """Returns `MAGNITUDES` before the first rows."""
+def zero_amax(model: Model) -> Max:
+  """Returns `AMAXES` before the first rows."""
   flat = cast(dict[Any, jax.Array], flatten_dict(model.shapes()))
-  return Max({path: jnp.zeros(flat[path].shape) for path in sorted(model.magnitudes)})
+  return Max({path: jnp.zeros(flat[path].shape) for path in sorted(model.amax_buffers)})
 
 
 def noise_stats(rows: Rows) -> dict[str, Stat]:

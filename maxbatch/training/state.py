@@ -28,12 +28,12 @@ from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.precision.loss_scale import LossScale, LossScaling
 from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums
 from maxbatch.training.objective import (
+  AMAXES,
   LOSS,
-  MAGNITUDES,
   PROBES,
   ROW_TOKENS_SQUARED,
   ROWS,
-  zero_magnitudes,
+  zero_amax,
   zero_model_sums,
   zero_stats,
 )
@@ -94,8 +94,8 @@ def zero_step_sums(model: Model, measures: Measures) -> StepSums:
   if measures.noise(model):
     stats |= dict.fromkeys((ROWS, ROW_TOKENS_SQUARED), Sum(zero))
     stats[PROBES] = Sum(zero_probe_squares(model))
-  if model.magnitudes:
-    stats[MAGNITUDES] = zero_magnitudes(model)
+  if model.amax_buffers:
+    stats[AMAXES] = zero_amax(model)
   groups = jnp.zeros(num_groups(model) or ())
   squares = Squares(groups, zero, groups, zero) if measures.microbatch_squares else None
   return StepSums(OrderedDict({LOSS: Ratio(zero, zero)} | own_terms), stats, squares)

@@ -1,11 +1,11 @@
-"""Products of activations and weights in eight bits, with scales that no split of a batch changes.
+"""Products of activations and weights in float8, with scales that no split of a batch changes.
 
 A projection multiplies x·W forward, and dy·Wᵀ and xᵀ·dy backward. Each operand is multiplied by a scale of
 its tensor, a power of two, rounded to a float8 format, multiplied with sums in float32, and divided by the
 scales. Activations and weights are e4m3, gradients e5m2, which has their range (Micikevicius et al. 2022,
 arxiv.org/abs/2209.05433).
 
-Scales of x and dy are "delayed": they follow from the largest magnitudes of the steps before, as in
+Scales of x and dy are "delayed": they follow from the largest magnitudes (amax) of the steps before, as in
 Transformer Engine, of which each projection keeps a buffer. Here these are maxima over the whole of a step:
 the gradient that differentiation reports for the buffer is what a microbatch's rows have at most, and the
 step takes the largest instead of the sum. So microbatches, devices and dispatches all multiply by the same
@@ -28,20 +28,20 @@ from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
 from maxbatch.models.forms import barrier, is_for_gpu, is_for_tpu, is_turned
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
-LARGEST = "largest"
-"""In parameters: a projection's buffer of three magnitudes, of x, dy and W."""
+AMAX = "amax"
+"""In parameters: a projection's buffer of the largest magnitudes of x, dy and W."""
 _KEPT = 0.5
 """Of what was the largest before, the part that counts after a step without it."""
 
 
-def scale_of(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
+def scale_of(amax: jax.Array, dtype: DTypeLike) -> jax.Array:
   """Returns the power of two by which a tensor is multiplied whose largest magnitude this was.
 
   It then has room for the next to be twice as large. 1 where the magnitude is 0, that is, not yet known, or
   not finite.
   """
-  is_known = (largest > 0) & jnp.isfinite(largest)
-  room = float(jnp.finfo(dtype).max) / jnp.where(is_known, largest, 1.0)
+  is_known = (amax > 0) & jnp.isfinite(amax)
+  room = float(jnp.finfo(dtype).max) / jnp.where(is_known, amax, 1.0)
   exponent = jnp.frexp(room)[1] - 2
   return jnp.where(is_known, jnp.ldexp(jnp.float32(1), exponent), 1.0)
 
@@ -65,49 +65,49 @@ def with_weights(parameters: dict[str, Any], paths: Collection[tuple[str, ...]])
   return unflatten_dict(flat)
 
 
-def next_largest(before: jax.Array, of_step: jax.Array) -> jax.Array:
+def next_amax(before: jax.Array, of_step: jax.Array) -> jax.Array:
   """Returns a buffer after a step: what the step had, or a part of what was before, if that is larger."""
   return jnp.maximum(of_step, _KEPT * before)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def eight_bit_product(
-  x: jax.Array, kernel: jax.Array, largest_3: jax.Array, num_inputs: int, axes: LogicalAxes
+def float8_product(
+  x: jax.Array, kernel: jax.Array, amax_3: jax.Array, num_inputs: int, axes: LogicalAxes
 ) -> jax.Array:
   """Multiplies as `projected`: (B, T, *in) → (B, T, *out), by a kernel as it is stored, of logical `axes`.
 
-  The gradient of `largest_3` is (largest |x|, largest |dy|, 0) of these rows.
+  The gradient of `amax_3` is (largest |x|, largest |dy|, 0) of these rows.
   """
-  return _forward(x, kernel, largest_3, num_inputs, axes)[0]
+  return _forward(x, kernel, amax_3, num_inputs, axes)[0]
 
 
-def _forward(x, kernel, largest_3, num_inputs, axes):
-  scale_x, scale_w = scale_of(largest_3[0], FORWARD), scale_of(largest_3[2], FORWARD)
-  x8, largest_x = _rounded(x, scale_x, FORWARD)
+def _forward(x, kernel, amax_3, num_inputs, axes):
+  scale_x, scale_w = scale_of(amax_3[0], FORWARD), scale_of(amax_3[2], FORWARD)
+  x8, amax_x = _rounded(x, scale_x, FORWARD)
   w8, is_first = _weights(kernel, scale_w, axes, x.dtype)
   inputs = range(x.ndim - num_inputs, x.ndim)
   of_kernel = range(1, kernel.ndim) if is_first else range(num_inputs)
-  y = _product(x8, w8, inputs, of_kernel, scale_x * scale_w)
-  return y.astype(x.dtype), (x8, kernel, largest_3, largest_x)
+  y = _product(x8, w8, inputs, of_kernel, scale_x * scale_w, x.dtype)
+  return y, (x8, kernel, amax_3, amax_x)
 
 
 def _backward(num_inputs, axes, kept, d_y):
-  x8, kernel, largest_3, largest_x = kept
-  scale_x, scale_w = scale_of(largest_3[0], FORWARD), scale_of(largest_3[2], FORWARD)
-  scale_y = scale_of(largest_3[1], BACKWARD)
-  d_y8, largest_y = _rounded(d_y, scale_y, BACKWARD)
+  x8, kernel, amax_3, amax_x = kept
+  scale_x, scale_w = scale_of(amax_3[0], FORWARD), scale_of(amax_3[2], FORWARD)
+  scale_y = scale_of(amax_3[1], BACKWARD)
+  d_y8, amax_y = _rounded(d_y, scale_y, BACKWARD)
   w8, is_first = _weights(kernel, scale_w, axes, d_y.dtype)
   lead = x8.ndim - num_inputs
   outputs, tokens = range(lead, d_y.ndim), range(lead)
   of_kernel = range(1) if is_first else range(num_inputs, kernel.ndim)
-  d_x = _product(d_y8, w8, outputs, of_kernel, scale_y * scale_w)
-  d_kernel = _product(x8, d_y8, tokens, tokens, scale_x * scale_y)
-  # Divided as the kernel is stored, in the format in which devices exchange it.
-  d_kernel = constrain(d_kernel.astype(d_y.dtype), axes).astype(kernel.dtype)
-  return d_x.astype(d_y.dtype), d_kernel, jnp.stack([largest_x, largest_y, jnp.float32(0)])
+  d_x = _product(d_y8, w8, outputs, of_kernel, scale_y * scale_w, d_y.dtype)
+  d_kernel = _product(x8, d_y8, tokens, tokens, scale_x * scale_y, d_y.dtype)
+  # Divided as the kernel is stored.
+  d_kernel = constrain(d_kernel, axes).astype(kernel.dtype)
+  return d_x, d_kernel, jnp.stack([amax_x, amax_y, jnp.float32(0)])
 
 
-eight_bit_product.defvjp(_forward, _backward)
+float8_product.defvjp(_forward, _backward)
 
 
 def _rounded(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -135,11 +135,16 @@ def _weights(
   return rounded_to(gathered(kernel.astype(dtype), axes), scale, FORWARD), False
 
 
-def _product(a: jax.Array, b: jax.Array, of_a: range, of_b: range, scale: jax.Array) -> jax.Array:
-  """Contracts dims of float8 arrays, with sums in float32, divided by the scale of both."""
-  if not (
-    is_for_tpu() or is_for_gpu()
-  ):  # A CPU has no such products: those of float32 are the same.
+def _product(
+  a: jax.Array, b: jax.Array, of_a: range, of_b: range, scale: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+  """Contracts dims of float8 arrays, with sums in float32, divided by the scale of both.
+
+  Rounded to the computation's format first, in which devices exchange partial sums: a power of two changes
+  no digit.
+  """
+  if not (is_for_tpu() or is_for_gpu()):
+    # A CPU has no such products: those of float32 are the same.
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
   dims = (tuple(of_a), tuple(of_b)), ((), ())
-  return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32) * (1 / scale)
+  return lax.dot_general(a, b, dims, preferred_element_type=dtype) * (1 / scale).astype(dtype)
