@@ -19,6 +19,7 @@ from maxbatch.hardware.compiler_flags import (
   FLAG_SETS,
   NO_FLAGS,
   CompilerFlags,
+  FlagSet,
   compiler_flags,
   is_short_of_vector_memory,
 )
@@ -120,6 +121,20 @@ def test_what_is_refused_where_no_tpu_is():
       compiler_flags(asked, jax.devices()[0])
   for none in ("", "none", "explore"):
     assert compiler_flags(none, jax.devices()[0]) == CompilerFlags()
+
+
+def test_what_a_published_set_has_and_the_compiler_no_longer_knows_is_left_out(monkeypatch):
+  published = FlagSet("xla_cpu_enable_fast_math=true xla_of_last_year=true", "a page")
+  sets = {"published": published}
+  monkeypatch.setattr("maxbatch.hardware.compiler_flags.sets_for", lambda _device: sets)
+  flags = compiler_flags("published", jax.devices()[0])
+  assert str(flags) == "--xla_cpu_enable_fast_math=true"
+  assert flags.note == ", without xla_of_last_year, which this compiler does not know"
+  for own in ("published --xla_of_last_year=1", "--xla_of_last_year=1"):
+    with pytest.raises(
+      UserError, match="refuses: No such compile option: 'xla_of_last_year'; leave"
+    ):
+      compiler_flags(own, jax.devices()[0])
 
 
 def test_every_way_to_a_step_compiles_with_them(not_compiled: None):

@@ -125,7 +125,9 @@ def test_the_compiler_takes_the_names_and_counts_the_same(name):
 def test_the_compiler_takes_every_published_set(generation: str):
   device = topology_devices(f"{generation}-1")[0]
   for name, published in FLAG_SETS[generation].items():
-    assert len(compiler_flags(name, device).flags) == len(published.flags.split())
+    taken = compiler_flags(name, device)
+    assert len(taken.flags) + len(taken.left_out) == len(published.flags.split())
+    assert all("pipelined" in gone for gone in taken.left_out)  # By XLA of jax 0.11.
     assert published.source
 
 

@@ -281,7 +281,7 @@ def _measured(config: Config, fits: bool, measure: Callable[[], Timing]) -> Timi
 
 
 def _title(config: Config, plan: BatchPlan, trainer: Trainer) -> str:
-  devices = list(trainer.mesh.devices.flat)
+  devices, flags = list(trainer.mesh.devices.flat), trainer.compiler_flags
   where = config.compile.compile_topology or "the devices present"
   slices = config.compile.compile_topology_num_slices
   where = f"{slices} × {where}" if config.compile.compile_topology and slices > 1 else where
@@ -291,5 +291,5 @@ def _title(config: Config, plan: BatchPlan, trainer: Trainer) -> str:
     f"  {len(devices):,} × {devices[0].device_kind}: {plan.topology}"
     + (f"\n  {trainer.pipeline}" if trainer.pipeline else "")
     + (f"\n  {trainer.formats}" if trainer.formats else "")
-    + (f"\n  compiler flags: {trainer.compiler_flags}" if trainer.compiler_flags.flags else "")
+    + (f"\n  compiler flags: {flags}{flags.note}" if flags.flags else "")
   )

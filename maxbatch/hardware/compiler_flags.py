@@ -8,7 +8,8 @@ aside for a while; compile/cache.py says what it is.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ Flags = tuple[tuple[str, str], ...]
 """(name, value), by name: hashable, as what a compiled step is kept by."""
 
 EXPLORE, NONE = "explore", "none"
+_UNKNOWN = re.compile(r"No such compile option: '(?P<name>\w+)'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +168,28 @@ class CompilerFlags(NamedTuple):
   flags: Flags = ()
   of_platform: Flags = ()
   """Those that nobody has to ask for."""
+  left_out: tuple[str, ...] = ()
+  """Names in a published set that this version of the compiler does not know."""
 
   @property
   def options(self) -> dict[str, Any] | None:
     """The options that jax's compile takes; None where there are none."""
     words = {"true": True, "false": False}
     return {name: words.get(value, value) for name, value in self.of_platform + self.flags} or None
+
+  def without(self, name: str) -> "CompilerFlags":
+    """Returns the flags but one, which is left out."""
+    flags = tuple(flag for flag in self.flags if flag[0] != name)
+    return self._replace(flags=flags, left_out=(*self.left_out, name))
+
+  @property
+  def note(self) -> str:
+    """What to say of flags that are left out, after a statement; empty if there are none."""
+    return (
+      f", without {', '.join(self.left_out)}, which this compiler does not know"
+      if self.left_out
+      else ""
+    )
 
   def __str__(self) -> str:
     """Returns the flags as a command line has them."""
@@ -209,6 +227,9 @@ def quick_flags(platform: str) -> Flags:
 def compiler_flags(asked: str, device: Any) -> CompilerFlags:
   """Returns what compiler_flags says, for a device and its compiler.
 
+  XLA renames and drops options from version to version: what a set has and the compiler does not know
+  is left out. Flags that the user names are all checked.
+
   Raises:
     UserError: it names a set that there is not for the device, or a flag or value that its compiler
       does not know.
@@ -216,18 +237,18 @@ def compiler_flags(asked: str, device: Any) -> CompilerFlags:
   quick = quick_flags(device.platform)
   if asked.strip() in ("", NONE, EXPLORE):
     return CompilerFlags(of_platform=quick)  # with explore none is chosen yet
-  known, flags = sets_for(device), dict[str, str]()
+  known, flags, own = sets_for(device), dict[str, str](), set[str]()
   for word in asked.split():
     name, equals, value = word.removeprefix("--").partition("=")
     if equals or word.startswith("--"):
       flags[name] = value if equals else "true"
+      own.add(name)
     elif name in known:
       flags |= dict(word.split("=") for word in known[name].flags.split())
     else:
       raise UserError(_unknown_set(asked, name, device))
   result = CompilerFlags(" ".join(asked.split()), tuple(sorted(flags.items())), quick)
-  _check(result, device)
-  return result
+  return _checked(result, own, device)
 
 
 def sets_for(device: Any) -> Mapping[str, FlagSet]:
@@ -258,14 +279,18 @@ def _unknown_set(asked: str, name: str, device: Any) -> str:
   )
 
 
-def _check(result: CompilerFlags, device: Any) -> None:
-  """Lets the compiler itself say whether it knows the flags, on a program of one addition."""
-  problem = _problem(result, _checking(device))
-  if problem:
-    raise UserError(
-      f"compiler_flags={result.asked}: the compiler for {device.device_kind} refuses: {problem}; leave "
-      "that flag out, or use compiler_flags=none"
-    )
+def _checked(result: CompilerFlags, own: Set[str], device: Any) -> CompilerFlags:
+  """Lets the compiler itself say whether it knows the flags, on a program of one addition, and returns
+  those that it knows; own are those that the user wrote."""
+  while problem := _problem(result, _checking(device)):
+    unknown = _UNKNOWN.match(problem)
+    if unknown is None or unknown["name"] in own or unknown["name"] not in dict(result.flags):
+      raise UserError(
+        f"compiler_flags={result.asked}: the compiler for {device.device_kind} refuses: {problem}; leave "
+        "that flag out, or use compiler_flags=none"
+      )
+    result = result.without(unknown["name"])
+  return result
 
 
 def _checking(device: Any) -> Any:

@@ -256,7 +256,7 @@ def _train(
     began = time.perf_counter()
     state, eval_step = _compile_and_init(prepared, start, programs)
     seconds = time.perf_counter() - began
-    progress.say(f"\nCompiled in {seconds:.1f} s\n")
+    progress.say(f"\nCompiled in {seconds:.1f} s{trainer.compiler_flags.note}\n")
     run_log.events.note(COMPILED, seconds=seconds)
     if start.restored and (account := run_log.events.account(log.times)):
       progress.say(for_screen(f"{account}\n"))
