@@ -17,7 +17,8 @@ to every run, for example num_simulated_devices=4. The exit code is 1 if a promi
 section fails.
 
 It needs what pyproject.toml lists. Where only some of that is installed, and nothing can be fetched,
-it says which wheels to bring; wheels=FOLDER unpacks those that are missing into a folder of `out`.
+it says which wheels to bring; wheels=FOLDER unpacks those that are missing or older here into a
+folder of `out`.
 This file itself needs Python alone.
 """
 
@@ -52,10 +53,11 @@ REPEATABLE = ("splits", "resume")
 IN_ORDER = "--xla_gpu_deterministic_ops=true"
 OWN = {"size": "auto", "sections": "all", "out": "accelerator_check", "wheels": ""}
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
+_OLDEST = re.compile(r">=\s*([0-9.]+)")
 
 
 def missing_packages() -> list[str]:
-  """What pyproject.toml lists, or one of those that are there needs, and is not installed."""
+  """What pyproject.toml lists, or one of those that are there needs, and is not installed or too old."""
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   waiting, seen, missing = list(project["dependencies"]), set(), []
   while waiting:
@@ -69,7 +71,19 @@ def missing_packages() -> list[str]:
       waiting += importlib.metadata.requires(name[0]) or []
     except importlib.metadata.PackageNotFoundError:
       missing.append(requirement)
+      continue
+    oldest = _OLDEST.search(requirement)
+    if oldest and release(importlib.metadata.version(name[0])) < release(oldest[1]):
+      missing.append(requirement)
   return missing
+
+
+def release(version: str) -> tuple[int, ...]:
+  """The numbers of a version, without what follows them and zeros at their end: (1, 20) of 1.20.0rc1."""
+  numbers = [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
+  while numbers and not numbers[-1]:
+    numbers.pop()
+  return tuple(numbers)
 
 
 def canonical(name: str) -> str:
@@ -78,13 +92,16 @@ def canonical(name: str) -> str:
 
 
 def unpack(wheels: pathlib.Path, folder: pathlib.Path) -> None:
-  """Installs those of the wheels whose packages are not here, into a folder that is then searched."""
-  there = {canonical(result.metadata["Name"]) for result in importlib.metadata.distributions()}
-  needed = [
-    str(wheel)
-    for wheel in sorted(wheels.glob("*.whl"))
-    if canonical(wheel.name.split("-")[0]) not in there
-  ]
+  """Installs those of the wheels that are newer than what is here, into a folder that is searched first."""
+  there = {
+    canonical(result.metadata["Name"]): release(result.version)
+    for result in importlib.metadata.distributions()
+  }
+  needed = []
+  for wheel in sorted(wheels.glob("*.whl")):
+    name, version = wheel.name.split("-")[:2]
+    if there.get(canonical(name), ()) < release(version):
+      needed.append(str(wheel))
   if needed:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     subprocess.run([*command, "--target", str(folder), *needed], check=True)
@@ -98,7 +115,7 @@ def how_to_bring(missing: Sequence[str]) -> str:
   platforms = " ".join(f"--platform manylinux_2_{n}_{machine}" for n in (17, 27, 28))
   quoted = " ".join(f"'{each}'" for each in missing)
   return (
-    f"Missing: {', '.join(missing)}.\nWhere there is a network: pip install {quoted}\n"
+    f"Missing or too old: {', '.join(missing)}.\nWhere there is a network: pip install {quoted}\n"
     "Where there is none, fetch wheels elsewhere, and give them with wheels=wheels:\n"
     f"  pip download -d wheels --only-binary=:all: --python-version {version} {platforms} "
     f"--platform manylinux2014_{machine} {quoted}"

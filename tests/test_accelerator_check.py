@@ -154,10 +154,10 @@ def test_an_unknown_section_is_refused_and_a_failed_one_is_said(tmp_path, capsys
 
 def test_missing_packages_are_named_with_the_wheels_to_bring(tmp_path, monkeypatch):
   assert accelerator_check.missing_packages() == []
-  project = 'dependencies = ["numpy>=1", "no_such_package_77>=2.1", "other_77; extra == \'x\'"]'
+  project = 'dependencies = ["numpy>=1", "absl-py>=99.1", "no_such_package_77>=2.1", "other_77; extra == \'x\'"]'
   (tmp_path / "pyproject.toml").write_text(f"[project]\n{project}\n")
   monkeypatch.setattr(accelerator_check, "ROOT", tmp_path)
-  assert accelerator_check.missing_packages() == ["no_such_package_77>=2.1"]
+  assert accelerator_check.missing_packages() == ["absl-py>=99.1", "no_such_package_77>=2.1"]
   words = accelerator_check.how_to_bring(["no_such_package_77>=2.1"])
   assert "pip download -d wheels" in words
   assert "'no_such_package_77>=2.1'" in words
