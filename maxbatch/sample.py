@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from maxbatch.checkpoints.find import config_of
@@ -21,6 +22,7 @@ from maxbatch.config.declare import FLOAT32, INT32, FileName, Positive, Range, S
 from maxbatch.config.find import shown
 from maxbatch.config.schema import Config, RunConfig, cached_numbers
 from maxbatch.conversion.beside import origin_of
+from maxbatch.conversion.for_sampling import read_parameters
 from maxbatch.conversion.source import Source, find_source, open_source
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
@@ -30,7 +32,8 @@ from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.hugging_face.registry import is_model_folder
 from maxbatch.models.flash import resolve_attention
-from maxbatch.models.registry import Model, Parameters, build_model, placed
+from maxbatch.models.quantization import AMAX
+from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.modes.start import connected_devices, started
 from maxbatch.precision.formats import compute_format
 from maxbatch.precision.policy import policy_of
@@ -217,11 +220,15 @@ def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
   shape = resolve_attention(config.model, length, target.devices[0], policy.compute)
   model = build_model(shape, length, policy=policy)
   mesh = make_mesh(target.layout, target.devices)
-  source.check(model)
   _check_memory(own, config, asked, target.devices)
-  wanted = placed(model, mesh)
-  params = source.read(model, wanted)
-  if len(jax.tree.leaves(params)) < len(jax.tree.leaves(wanted)):
+  params = read_parameters(source, model, mesh)
+  missing = {path[-1] for path in model.axes().keys() - flatten_dict(params).keys()}
+  if AMAX in missing:
+    raise UserError(
+      f"quantization=fp8: checkpoint={own.checkpoint} was not trained in float8, and has no magnitudes "
+      "for its scales; sample from it with quantization=none, or quantization=int8"
+    )
+  if missing:
     raise UserError(
       f"lora_rank={config.model.lora_rank}: checkpoint={own.checkpoint} has no adapters; sample from "
       "it with lora_rank=0"

@@ -10,7 +10,8 @@ from initial_states import initial_state, random_parameters
 from support import config, configured, error, in_microbatches, mesh, uneven_rows
 
 from maxbatch.errors import UserError
-from maxbatch.models.float8 import (
+from maxbatch.models.forms import projected
+from maxbatch.models.quantization import (
   BACKWARD,
   FORWARD,
   float8_product,
@@ -18,7 +19,6 @@ from maxbatch.models.float8 import (
   rounded_to,
   scale_of,
 )
-from maxbatch.models.forms import projected
 from maxbatch.models.registry import build_model
 from maxbatch.precision.policy import check_quantization, policy_of
 from maxbatch.training.optimizer import make_optimizer

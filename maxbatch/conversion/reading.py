@@ -23,6 +23,7 @@ from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.hugging_face.family import Family, Interleaved, Shape, Tensor
 from maxbatch.hugging_face.registry import read_folder
 from maxbatch.models.lora import ADAPTER
+from maxbatch.models.quantization import AMAX
 from maxbatch.models.registry import Model, Parameters
 
 
@@ -88,6 +89,8 @@ def _read_matrix(theirs: StoredArray, tensor: Tensor, rows: slice, columns: slic
 
 
 _SHOWN = 3
+OF_A_RUN = (*ADAPTER, AMAX)
+"""Names of parameters that belong to how a run trains its model, and that no folder has."""
 
 
 def load_parameters(folder: Path, model: Model, wanted: Parameters) -> Parameters:
@@ -95,7 +98,7 @@ def load_parameters(folder: Path, model: Model, wanted: Parameters) -> Parameter
 
   Args:
     wanted: ShapeDtypeStructs with shardings, of some or all of its parameters; values are cast to
-      their dtypes. Adapters, which no folder has, are left out.
+      their dtypes. Those of OF_A_RUN are left out.
 
   Raises UserError: the folder, or its family, cannot be read, or a tensor is not as it should be.
   """
@@ -104,16 +107,16 @@ def load_parameters(folder: Path, model: Model, wanted: Parameters) -> Parameter
     {
       path: _placed(reader, path, leaf)
       for path, leaf in leaves_by_path(wanted).items()
-      if path[-1] not in ADAPTER
+      if path[-1] not in OF_A_RUN
     }
   )
 
 
 def reader_of(folder: Path, model: Model) -> "FolderReader":
-  """Returns a reader of a model's parameters, all but adapters, from a folder that is checked to
+  """Returns a reader of a model's parameters, all but those of OF_A_RUN, from a folder that is checked to
   have them. Raises UserError: see `load_parameters`."""
   leaves = leaves_by_path(model.shapes()).items()
-  shapes = {path: leaf.shape for path, leaf in leaves if path[-1] not in ADAPTER}
+  shapes = {path: leaf.shape for path, leaf in leaves if path[-1] not in OF_A_RUN}
   return FolderReader(folder, shapes, model.axes())
 
 

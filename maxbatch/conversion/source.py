@@ -26,6 +26,7 @@ from maxbatch.hardware.agreement import sync_errors
 from maxbatch.hugging_face.registry import is_model_folder, read_folder
 from maxbatch.models.lora import ADAPTER
 from maxbatch.models.lora import Path as ParameterPath
+from maxbatch.models.quantization import AMAX
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.run_folder.paths import RunFolder
 
@@ -51,12 +52,20 @@ class CheckpointSource:
     """Keys of the configuration that its model has, and others."""
     return self.record["identity"]
 
-  def check(self, model: Model) -> None:
-    """Reads no array. Raises UserError: it has other parameters than the model; names them."""
+  def check(self, model: Model, *, full: bool = False) -> None:
+    """Reads no array. Raises UserError: it has other parameters than the model; names them.
+
+    Args:
+      model: of the run that begins with them.
+      full: whether its optimizer state goes on too. Else the magnitudes that quantization=fp8 keeps
+        may be on one side alone.
+    """
     theirs, ours = self._sizes(), {_name(path): leaf.shape for path, leaf in _flat(model.shapes())}
-    adapted = any(_is_adapter(name) for name in theirs)
-    if not adapted:
-      ours = {name: shape for name, shape in ours.items() if not _is_adapter(name)}
+    adapted = any(_named(name, *ADAPTER) for name in theirs)
+    left_out = (*(() if adapted else ADAPTER), *(() if full else (AMAX,)))
+    theirs, ours = (
+      {x: side[x] for x in side if not _named(x, *left_out)} for side in (theirs, ours)
+    )
     lines = [
       f"{name} is {_shown(theirs.get(name))} there and {_shown(ours.get(name))} in this run"
       for name in sorted(theirs.keys() | ours.keys())
@@ -70,7 +79,8 @@ class CheckpointSource:
 
   def read(self, model: Model, wanted: Parameters) -> Parameters:
     """Reads those of the wanted parameters, ShapeDtypeStructs with shardings, that it has: not
-    adapters, fresh without it. All processes must call it. Raises UserError: they are damaged."""
+    adapters, fresh without it, nor the magnitudes of another quantization. All processes must call
+    it. Raises UserError: they are damaged."""
     flat, note = dict(_flat(wanted)), self._elsewhere
     names = {PARAMETERS + _name(path): path for path in flat}
     here = {name: flat[path] for name, path in names.items() if name in self.record["leaves"]}
@@ -227,8 +237,8 @@ def _name(path: ParameterPath) -> str:
   return "/".join(path)
 
 
-def _is_adapter(name: str) -> bool:
-  return name.rpartition("/")[2] in ADAPTER
+def _named(name: str, *ends: str) -> bool:
+  return name.rpartition("/")[2] in ends
 
 
 def _shown(shape: tuple[int, ...] | None) -> str:

@@ -20,7 +20,6 @@ from maxbatch.core.terms import Ratio, Stat, Stats, Terms, map_stats
 from maxbatch.data.rows import in_order
 from maxbatch.hardware.compiler_flags import writes_operands
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
-from maxbatch.models.float8 import float8_product
 from maxbatch.models.forms import (
   barrier,
   barrier_gradients,
@@ -30,6 +29,7 @@ from maxbatch.models.forms import (
   turned_product,
 )
 from maxbatch.models.probes import Probe, for_each_row, given_out, probe, probe_values, product
+from maxbatch.models.quantization import float8_product, int8_product
 from maxbatch.models.remat import named
 from maxbatch.precision.policy import PLAIN, Policy
 
@@ -138,6 +138,8 @@ class Projection(nnx.Module):
   exponents: Probe | None = None
   amax: Buffer | None = None
   """Of products in float8 what their scales follow from."""
+  int8_scale: Buffer | None = None
+  """Of a kernel in int8, by which its outputs are multiplied."""
 
   def __init__(
     self,
@@ -186,22 +188,30 @@ class Projection(nnx.Module):
     self.lora_b = Parameter(jnp.zeros(shape_b, jnp.float32), axes=(None, *axes[ins:]))
     self.lora_scale = scale
 
-  def add_amax(self) -> None:
-    """Adds the buffer that products in float8 need; in stacked layers, as a whole, one for each."""
-    layers = self.kernel.shape[: self.kernel.ndim - len(self.kernel.axes)]
-    self.amax = buffer(0.0, (*layers, 3), (None,))
+  def quantize(self) -> None:
+    """Adds the buffer that products in eight bits need by the policy; in stacked layers, as a whole, one for
+    each. A kernel in int8 then waits for its values, see models/quantization.py."""
+    axes = self.kernel.axes
+    layers = self.kernel.shape[: self.kernel.ndim - len(axes)]
+    if self.policy.float8:
+      self.amax = buffer(0.0, (*layers, 3), (None,))
+    if self.policy.int8:
+      self.kernel.set_value(self.kernel[...].astype(jnp.int8))
+      self.int8_scale = buffer(1.0, (*layers, *self.out_shape), axes[len(self.in_shape) :])
 
   def _multiplied(
     self, x: jax.Array, name: str, parameter: Parameter, num_inputs: int
   ) -> jax.Array:
     """Multiplies x by the parameter of that name, whose first dims are the last of x."""
+    axes = parameter.axes
     if self.amax is not None and name == "kernel":
-      axes = parameter.axes
       return float8_product(x, parameter[...], self.amax[...], num_inputs, axes)
+    if self.int8_scale is not None and name == "kernel":
+      return int8_product(x, parameter[...], self.int8_scale[...], num_inputs, axes)
     probe = probe_values(self.probe, name)
     if probe is not None:
-      return product(x, parameter.ready(self.policy), num_inputs, probe, parameter.axes)
-    if is_turned(parameter.axes, parameter.shape):
+      return product(x, parameter.ready(self.policy), num_inputs, probe, axes)
+    if is_turned(axes, parameter.shape):
       return turned_product(x, parameter.turned(self.policy))
     return projected(x, parameter.ready(self.policy), num_inputs)
 

@@ -65,9 +65,11 @@ class Initialization:
     if self.source is None:
       return [self.note] if self.note else []
     with sync_errors():
-      self.source.check(trainer.model)
       if isinstance(self.source, CheckpointSource) and self.full:
+        self.source.check(trainer.model, full=True)
         _check_optimizer(self.source, trainer)
+      else:
+        self.source.check(trainer.model)
     at, differences = self.source.position, _otherwise(self.source, config)
     if self.full:
       line = (

@@ -86,7 +86,9 @@ class Policy:
   reduction: Format = FLOAT32
   """In which gradients are summed over microbatches and devices."""
   float8: bool = False
-  """Whether projections multiply in float8, see models/float8.py."""
+  """Whether projections multiply in float8, see models/quantization.py."""
+  int8: bool = False
+  """Whether projections, of a model that samples, have weights in int8, see models/quantization.py."""
   weight_rounding: Literal["none", "stochastic", "nearest"] = "none"
   """How updated weights are rounded where their format is narrower than the update."""
 
@@ -185,6 +187,7 @@ def policy_of(config: PrecisionConfig) -> Policy:
     compute=compute_format(config),
     gradients=FORMATS[config.grad_dtype],
     float8=config.quantization == "fp8",
+    int8=config.quantization == "int8",
     weight_rounding=config.weight_rounding,
   )
 
@@ -204,11 +207,16 @@ def check_range(model: ModelConfig, policy: Policy) -> None:
 
 
 def check_quantization(config: Config, policy: Policy) -> None:
-  """Refuses products in float8 beside what they have not been built for.
+  """Refuses weights in int8 in training, and products in float8 beside what they have not been built for.
 
   Raises:
     UserError: naming the key, and a value that works.
   """
+  if policy.int8:
+    raise UserError(
+      "quantization=int8: weights in int8 are for `maxbatch sample` alone, as an update is smaller than "
+      "their steps; quantization=fp8 trains in eight bits, quantization=none in dtype"
+    )
   if not policy.float8:
     return
   lora, trainable = config.model.lora_rank, list(config.optimizer.trainable)
