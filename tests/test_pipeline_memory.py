@@ -131,7 +131,11 @@ def test_a_backward_adds_each_layers_gradients_as_they_are_formed():
   """It never holds those of all layers of a stage beside their sums."""
   backward = list(equations(traced("1f1b", 1, 2)[0].jaxpr.jaxpr, "tick_backward"))
   loops = [one for one in backward if one.primitive.name == "scan"]
-  stacked = {each.aval.shape for one in loops for each in one.outvars[one.params["num_carry"] :]}
+  # What a scan stacks has a dimension more than what its body returns.
+  pairs = [zip(one.outvars, one.params["jaxpr"].jaxpr.outvars, strict=True) for one in loops]
+  stacked = {
+    all_.aval.shape for one in pairs for all_, each in one if all_.aval.shape != each.aval.shape
+  }
   matrices = jax.tree.leaves(build_model(config(**KEYS).model, T).shapes()["layers"])
   # Activations of both layers, which the backward recomputes.
   assert (2, R, T, D) in stacked
