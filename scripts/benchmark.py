@@ -240,8 +240,7 @@ def parts_runners(bench: Bench) -> tuple[Callable[[int], object], Callable[[int]
   gradient = jax.jit(jax.value_and_grad(lambda params: loss_sum(model, params, rows, key)))
 
   def update(params, opt_state, gradients):
-    extra = {"weight": 1e3, "learning_rate": 1e-3, "last": jnp.array(True)}
-    updates, opt_state = optimizer.update(gradients, opt_state, params, **extra)
+    updates, opt_state = optimizer.update(gradients, opt_state, params, 1e3, learning_rate=1e-3)
     return optax.apply_updates(params, updates), opt_state
 
   apply = jax.jit(update, donate_argnums=(0, 1))
