@@ -12,6 +12,9 @@ from collections.abc import Callable
 # Numpy's threads wait for their next product in a loop, which is a fifteenth of the time of a test
 # that compares arrays; they read this when numpy is first imported, a line below.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# A process of the tests trains hundreds of models, and gives their memory back: it is the default, and
+# tells maxbatch/command_line/heap.py that somebody has set the heap's options.
+os.environ.setdefault("MALLOC_ARENA_TEST", "8")
 
 import hypothesis
 import jax

@@ -32,7 +32,7 @@ class Stored:
     assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), model.shapes())
 
   def read(self, model: Model, wanted: Parameters) -> Parameters:
-    own, flat = flatten_dict(self.parameters), flatten_dict(wanted)
+    own, flat = (dict[Any, Any](flatten_dict(tree)) for tree in (self.parameters, wanted))
     self.together.append({"/".join(path) for path in flat})
     return unflatten_dict({path: jax.device_put(own[path], flat[path].sharding) for path in flat})
 
@@ -59,20 +59,21 @@ def test_a_model_in_int8_writes_what_the_model_of_its_rounded_weights_writes(fam
   keys, devices = FAMILIES[family], mesh(**sizes)
   stored = tiny_model(*keys, length=LENGTH)
   model = tiny_model(*keys, "quantization=int8", length=LENGTH)
-  source = Stored(loud_parameters(stored))
+  source: Any = Stored(loud_parameters(stored))
   parameters = read_parameters(source, model, devices)
   own = weights_of(parameters, model)
   written = [
     sample(Sampler(each, GREEDY, 6, LENGTH, where), given, prompts(TEXTS), LETTERS)
     for each, where, given in ((model, devices, parameters), (stored, None, own))
   ]
-  np.testing.assert_array_equal(*(each.tokens_BN for each in written))
-  np.testing.assert_allclose(*(each.log_probs_BN for each in written), atol=2e-5)
+  ours, theirs = written
+  np.testing.assert_array_equal(ours.tokens_BN, theirs.tokens_BN)
+  np.testing.assert_allclose(ours.log_probs_BN, theirs.log_probs_BN, atol=2e-5)
   # Off by half of a step at most: of 127 up to the largest weight of an output.
-  theirs = flatten_dict(source.parameters)
-  for path, leaf in flatten_dict(own).items():
-    steps = np.abs(theirs[path]).max() / 127 if path[-1] == "kernel" else 0
-    assert np.abs(leaf - theirs[path]).max() <= 0.501 * steps, path
+  stored_as = dict[Any, Any](flatten_dict(source.parameters))
+  for path, leaf in dict[Any, Any](flatten_dict(own)).items():
+    steps = np.abs(stored_as[path]).max() / 127 if path[-1] == "kernel" else 0
+    assert np.abs(leaf - stored_as[path]).max() <= 0.501 * steps, path
   # Each kernel is read by itself, after all others at once.
   assert [len(each) for each in source.together[1:]] == [1] * (len(source.together) - 1)
   assert all(path.endswith("/kernel") for each in source.together[1:] for path in each)

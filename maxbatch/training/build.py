@@ -12,6 +12,7 @@ import optax
 
 from maxbatch.batch.host_loads import load_factor, loading_hosts
 from maxbatch.batch.row_plan import Segment, dispatches
+from maxbatch.command_line.heap import keep_temporaries
 from maxbatch.config.schema import Config, OptimizerConfig
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.core.topology import Topology
@@ -27,7 +28,7 @@ from maxbatch.hardware.compiler_flags import (
   is_short_of_vector_memory,
   writes_operands,
 )
-from maxbatch.hardware.devices import Device
+from maxbatch.hardware.devices import Device, machine_bytes
 from maxbatch.hardware.sharding import (
   LogicalAxes,
   make_mesh,
@@ -299,7 +300,10 @@ def compiled_step(
 
 @functools.lru_cache(_KEPT)
 def _compiled_step(trainer: Trainer, rows: Rows) -> Step:
-  return _traced_step(trainer, rows).lower().compile(trainer.compiler_flags.options)
+  compiled = _traced_step(trainer, rows).lower().compile(trainer.compiler_flags.options)
+  processes = num_processes(trainer.mesh)  # Perhaps all of this machine.
+  keep_temporaries(compiled, trainer.mesh.local_devices, machine_bytes() // processes)
+  return compiled
 
 
 def eval_batch_rows(plan: BatchPlan, trainer: Trainer, source: RowSource) -> Rows:

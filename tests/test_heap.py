@@ -1,0 +1,93 @@
+"""What a step's temporaries cost on CPUs: pages that are fresh at every step, unless the C library keeps them."""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from maxbatch.command_line.heap import keep_temporaries
+
+TEMPORARIES = 64 * 2**20
+PROGRAM = f"""
+import resource, sys
+from maxbatch.command_line.heap import keep_temporaries, share_one_heap
+if "keep" in sys.argv:
+  share_one_heap()
+import jax, jax.numpy as jnp
+x = jnp.ones(({TEMPORARIES // 4 // 1024}, 32))
+f = jax.jit(lambda x: jnp.maximum(x @ jnp.ones((32, 1024)), 0) @ jnp.ones((1024, 1)))
+program = f.lower(x).compile()
+assert program.memory_analysis().temp_size_in_bytes >= {TEMPORARIES}
+if "keep" in sys.argv:
+  assert keep_temporaries(program, jax.devices(), 2**40)
+pages = []
+for _ in range(16):
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  program(x).block_until_ready()
+  pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(sorted(pages)[8])
+"""
+
+
+def fresh_pages(clean: dict[str, str], *arguments: str) -> int:
+  """Pages that a run of the program touches for the first time: the median of sixteen."""
+  done = subprocess.run(
+    [sys.executable, "-c", PROGRAM, *arguments],
+    capture_output=True,
+    text=True,
+    check=True,
+    env=clean,
+  )
+  return int(done.stdout)
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+  """An environment in which nobody has set the heap's options, as tests/conftest.py does."""
+  return {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's options")
+def test_a_program_finds_its_pages_again(clean):
+  pages = TEMPORARIES // 4096
+  clean["JAX_PLATFORMS"] = "cpu"
+  assert fresh_pages(clean) > pages / 2
+  assert fresh_pages(clean, "keep") < pages / 10
+  # Who has set the heap's options keeps them.
+  with pytest.raises(subprocess.CalledProcessError):
+    fresh_pages(clean | {"MALLOC_ARENA_MAX": "2"}, "keep")
+
+
+class Program:
+  """A compiled one, of 1 GiB of temporaries."""
+
+  temp_size_in_bytes = 2**30
+
+  def memory_analysis(self):
+    return self
+
+
+class Device:
+  def __init__(self, platform: str):
+    self.platform = platform
+
+
+@pytest.mark.parametrize(
+  ("devices", "machine", "told"),
+  [
+    ([Device("cpu")], 16 * 2**30, True),
+    ([Device("cpu")] * 2, 16 * 2**30, False),
+    ([Device("cpu")], 2**30, False),
+    ([Device("gpu")], 2**40, False),
+    ([], 2**40, False),
+  ],
+)
+def test_only_where_memory_is_plenty(devices, machine, told, monkeypatch):
+  options = []
+  library = types.SimpleNamespace(mallopt=lambda *option: options.append(option) or 1)
+  monkeypatch.setattr("ctypes.CDLL", lambda _: library)
+  monkeypatch.delenv("MALLOC_ARENA_TEST")
+  assert keep_temporaries(Program(), devices, machine) == told
+  assert bool(options) == told
