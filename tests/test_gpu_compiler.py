@@ -127,7 +127,9 @@ def test_the_compiler_takes_every_published_set(generation: str):
   for name, published in FLAG_SETS[generation].items():
     taken = compiler_flags(name, device)
     assert len(taken.flags) + len(taken.left_out) == len(published.flags.split())
-    assert all("pipelined" in gone for gone in taken.left_out)  # By XLA of jax 0.11.
+    # XLA of jax 0.11 has three of them no more; the one of 0.10 knows all.
+    assert len(taken.left_out) == (3 if jax.__version_info__ >= (0, 11) else 0)
+    assert all("pipelined" in gone for gone in taken.left_out)
     assert published.source
 
 

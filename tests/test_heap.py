@@ -43,16 +43,15 @@ def fresh_pages(clean: dict[str, str], *arguments: str) -> int:
   return int(done.stdout)
 
 
-@pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def unset() -> dict[str, str]:
   """An environment in which nobody has set the heap's options, as tests/conftest.py does."""
-  return {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+  own = ("MALLOC_", "GLIBC_TUNABLES")
+  return {key: value for key, value in os.environ.items() if not key.startswith(own)}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's options")
-def test_a_program_finds_its_pages_again(clean):
-  pages = TEMPORARIES // 4096
-  clean["JAX_PLATFORMS"] = "cpu"
+def test_a_program_finds_its_pages_again():
+  pages, clean = TEMPORARIES // 4096, unset() | {"JAX_PLATFORMS": "cpu"}
   assert fresh_pages(clean) > pages / 2
   assert fresh_pages(clean, "keep") < pages / 10
   # Who has set the heap's options keeps them.
@@ -88,6 +87,6 @@ def test_only_where_memory_is_plenty(devices, machine, told, monkeypatch):
   options = []
   library = types.SimpleNamespace(mallopt=lambda *option: options.append(option) or 1)
   monkeypatch.setattr("ctypes.CDLL", lambda _: library)
-  monkeypatch.delenv("MALLOC_ARENA_TEST")
+  monkeypatch.setattr("os.environ", unset())
   assert keep_temporaries(Program(), devices, machine) == told
   assert bool(options) == told

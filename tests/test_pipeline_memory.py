@@ -134,7 +134,7 @@ def test_a_backward_adds_each_layers_gradients_as_they_are_formed():
   # What a scan stacks has a dimension more than what its body returns.
   pairs = [zip(one.outvars, one.params["jaxpr"].jaxpr.outvars, strict=True) for one in loops]
   stacked = {
-    all_.aval.shape for one in pairs for all_, each in one if all_.aval.shape != each.aval.shape
+    whole.aval.shape for one in pairs for whole, part in one if whole.aval.shape != part.aval.shape
   }
   matrices = jax.tree.leaves(build_model(config(**KEYS).model, T).shapes()["layers"])
   # Activations of both layers, which the backward recomputes.

@@ -25,8 +25,9 @@ _SHARE = 1 / 8
 def share_one_heap() -> None:
   """Tells the C library to serve all threads of a process without accelerators from one heap.
 
-  To be called before there are any: others get heaps of 64 MiB, and what is larger comes from the system, whatever
-  `keep_temporaries` says.
+  To be called before there are any: others get heaps of 64 MiB, and what is larger comes from the system,
+  whatever `keep_temporaries` says. That is before a program is asked what accelerators there are
+  (hardware/accelerators.py), so it goes by the signs of some.
   """
   asked, devices = os.environ.get("JAX_PLATFORMS", ""), Path("/dev")
   has_tpu = any(devices.glob("accel*")) or any(devices.glob("vfio/[0-9]*"))
