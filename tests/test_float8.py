@@ -18,6 +18,7 @@ from maxbatch.models.quantization import (
   next_amax,
   rounded_to,
   scale_of,
+  with_weights,
 )
 from maxbatch.models.registry import build_model
 from maxbatch.precision.policy import check_quantization, policy_of
@@ -116,6 +117,18 @@ def test_products_and_gradients_are_near_those_in_full(inputs, outputs):
     expected = jax.grad(in_full, (0, 1))(x, kernel)
   assert 1e-3 < error(gradients, expected) < 0.06
   np.testing.assert_array_equal(of_amax, amax_3.at[2].set(0))
+
+
+def test_a_step_is_the_same_program_in_every_process():
+  """A model has the paths in a set, whose order each process draws: others compile what none has cached."""
+  settings = config(quantization="fp8")
+  model = build_model(settings.model, T, policy=policy_of(settings.precision))
+  paths, parameters = sorted(model.amax_buffers), random_parameters(model)
+  programs = {
+    str(jax.make_jaxpr(lambda x, paths=paths: with_weights(x, paths))(parameters))
+    for paths in (paths, paths[::-1])
+  }
+  assert len(programs) == 1
 
 
 @pytest.mark.parametrize(

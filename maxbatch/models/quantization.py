@@ -65,7 +65,7 @@ def with_weights(parameters: dict[str, Any], paths: Collection[tuple[str, ...]])
   if not paths or isinstance(jax.tree.leaves(parameters)[0], jax.ShapeDtypeStruct):
     return parameters
   flat = cast(dict[tuple[str, ...], jax.Array], flatten_dict(parameters))
-  for path in paths:
+  for path in sorted(paths):  # In the same order in all processes, and in the next one.
     lead, kernel = flat[path].ndim - 1, lax.stop_gradient(flat[*path[:-1], KERNEL])
     of_weights = jnp.abs(kernel).max(range(lead, kernel.ndim))
     flat[path] = flat[path].at[..., 2].set(of_weights.astype(jnp.float32))
