@@ -28,9 +28,8 @@ if TYPE_CHECKING:
   from maxbatch.core.noise_scale import Estimate, NoiseScale
   from maxbatch.core.phases import Phase, Position
   from maxbatch.core.plan import BatchPlan, PlannedStep
-  from maxbatch.core.rows import microbatches, sample_keys
   from maxbatch.core.schedule import RampupBatchManager, ScheduleInputs
-  from maxbatch.core.terms import Loss, Max, Ratio, Stats, Sum, Terms
+  from maxbatch.core.terms import Loss, Max, Ratio, Stats, Sum, Terms, microbatches, sample_keys
   from maxbatch.core.topology import Topology
   from maxbatch.core.train_step import (
     StepOptimizer,
@@ -99,14 +98,14 @@ _EXPORTS = {
   "choose_micro_batch_size": "maxbatch.core.microbatch_size",
   "Estimate": "maxbatch.core.noise_scale",
   "NoiseScale": "maxbatch.core.noise_scale",
-  "microbatches": "maxbatch.core.rows",
-  "sample_keys": "maxbatch.core.rows",
   "Loss": "maxbatch.core.terms",
   "Max": "maxbatch.core.terms",
   "Ratio": "maxbatch.core.terms",
   "Stats": "maxbatch.core.terms",
   "Sum": "maxbatch.core.terms",
   "Terms": "maxbatch.core.terms",
+  "microbatches": "maxbatch.core.terms",
+  "sample_keys": "maxbatch.core.terms",
   "StepOptimizer": "maxbatch.core.train_step",
   "StepResult": "maxbatch.core.train_step",
   "StepState": "maxbatch.core.train_step",

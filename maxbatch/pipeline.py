@@ -22,10 +22,15 @@ from maxbatch.pipeline_parallel.csv_file import from_csv, to_csv
 from maxbatch.pipeline_parallel.drawings import chrome_trace, timetable_chart
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.report import NOT_MEASURED, PipelineReport, comparison
-from maxbatch.pipeline_parallel.schedule import SCHEDULES, assign_slots, schedule_named, timetable
+from maxbatch.pipeline_parallel.schedule import (
+  SCHEDULES,
+  Timetable,
+  assign_slots,
+  schedule_named,
+  timetable,
+)
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable import Timetable
 from maxbatch.plots.page import check_picture_file, picture
 from maxbatch.training.residual_bytes import residual_bytes
 

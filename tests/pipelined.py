@@ -16,9 +16,8 @@ from support import GPT2, config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model
-from maxbatch.pipeline_parallel.schedule import BufferLimits, timetable
+from maxbatch.pipeline_parallel.schedule import BufferLimits, TimetableShape, timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, timetable_arrays
 from maxbatch.precision.policy import policy_of
 from maxbatch.training import partial_sums, stage_state, tick

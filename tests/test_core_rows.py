@@ -10,8 +10,7 @@ import pytest
 from support import mesh
 
 from maxbatch.core.accumulate import accumulate, divisor
-from maxbatch.core.rows import microbatches, sample_keys
-from maxbatch.core.terms import Ratio
+from maxbatch.core.terms import Ratio, microbatches, sample_keys
 
 
 def batch(size: int) -> dict[str, np.ndarray]:

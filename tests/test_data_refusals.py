@@ -337,7 +337,7 @@ from maxbatch.config.load import load_config
 from maxbatch.data import token_cache
 from maxbatch.data.corpus import build_corpus
 from maxbatch.data.file_datasets import find_grain
-from maxbatch.data.tokenizers.pieces import build_tiktoken as build_tokenizer
+from maxbatch.data.tokenizers.libraries import build_tiktoken as build_tokenizer
 token_cache.SHARD_BYTES = 30_000
 place, vocabulary = sys.argv[1:]
 data = dataclasses.replace(

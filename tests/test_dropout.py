@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_model
 
-from maxbatch.core.rows import sample_keys
+from maxbatch.core.terms import sample_keys
 from maxbatch.data.rows import Rows
 from maxbatch.models import transformer
 from maxbatch.models.layers import dropout, fold

@@ -16,7 +16,7 @@ import pytest
 from support import base
 from vocabularies import END, huggingface
 
-from maxbatch.data.tokenizers.huggingface import build
+from maxbatch.data.tokenizers.libraries import build_huggingface
 from maxbatch.data.tokenizers.vocabulary_file import is_hub_name
 from maxbatch.errors import UserError
 
@@ -25,12 +25,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PROGRAM = """
 import sys
 from maxbatch.config.load import load_config
-from maxbatch.data.tokenizers import huggingface
+from maxbatch.data.tokenizers.libraries import build_huggingface
 from maxbatch.errors import UserError
 for name in sys.argv[1:]:
   keys = ["config=base", "tokenizer_type=huggingface", f"tokenizer_path={name}"]
   try:
-    found = huggingface.build(load_config(keys).data)
+    found = build_huggingface(load_config(keys).data)
     print(f"{name}: {found.vocab_size} {found.eos_id} {found.decode(found.encode(b'a line'))}")
   except UserError as error:
     print(f"{name}: {error}")
@@ -136,7 +136,7 @@ def test_without_the_library_a_name_is_no_folder_and_says_what_to_install(tmp_pa
   monkeypatch.setitem(sys.modules, "huggingface_hub", None)
   keys = {"tokenizer_type": "huggingface", "tokenizer_path": "owner/model"}
   with pytest.raises(UserError) as caught:
-    build(dataclasses.replace(base().data, **keys))
+    build_huggingface(dataclasses.replace(base().data, **keys))
   assert "there is no such file or folder here" in str(caught.value)
   assert "needs the package huggingface_hub" in str(caught.value)
   assert "pip install 'maxbatch[hf]'" in str(caught.value)

@@ -14,8 +14,7 @@ from support import mesh
 
 from maxbatch.core.accumulate import accumulate
 from maxbatch.core.noise_scale import NoiseScale
-from maxbatch.core.rows import microbatches
-from maxbatch.core.terms import Ratio, Sum
+from maxbatch.core.terms import Ratio, Sum, microbatches
 from maxbatch.core.train_step import init_state, step_optimizer, train_step
 
 TRUTH = gradients(noise_scale=20, size=10)

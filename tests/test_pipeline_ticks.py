@@ -10,7 +10,7 @@ from maxbatch.compile.report_time import beside_layers, in_filling, in_microbatc
 from maxbatch.compile.traced_flops import StepFlops
 from maxbatch.estimate.costs import OperationCost
 from maxbatch.estimate.flops import Products
-from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
+from maxbatch.pipeline_parallel.schedule import SCHEDULES, TimetableShape, schedule_named, timetable
 from maxbatch.pipeline_parallel.sizes import (
   EVERY_TICK,
   OPERATIONS,
@@ -19,7 +19,6 @@ from maxbatch.pipeline_parallel.sizes import (
   scope_name,
   ticks_by_operation,
 )
-from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import step_arrays, timetable_arrays
 from maxbatch.train import main
 

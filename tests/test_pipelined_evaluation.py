@@ -16,9 +16,8 @@ from support import GPT2, SMALLEST, config, uneven_rows
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.data.rows import Rows
-from maxbatch.pipeline_parallel.schedule import forward_only_timetable
+from maxbatch.pipeline_parallel.schedule import ModelChunk, TimetableShape, forward_only_timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline, eval_microbatches
-from maxbatch.pipeline_parallel.timetable import ModelChunk, TimetableShape
 from maxbatch.training.build import build_trainer
 from maxbatch.training.evaluation import eval_function
 from maxbatch.training.loss import loss_sum

@@ -18,8 +18,7 @@ from maxbatch.batch.plan_plot import plan_chart
 from maxbatch.config.load import load_config
 from maxbatch.experiments.plot import critical_batch_charts
 from maxbatch.pipeline_parallel.drawings import timetable_chart
-from maxbatch.pipeline_parallel.schedule import timetable
-from maxbatch.pipeline_parallel.timetable import TimetableShape
+from maxbatch.pipeline_parallel.schedule import TimetableShape, timetable
 from maxbatch.plots.page import picture
 
 CHROMIUM = next(

@@ -16,7 +16,7 @@ from maxbatch import convert, sample, train
 from maxbatch.checkpoints.find import config_of
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import ByteTokenizer
-from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer
+from maxbatch.data.tokenizers.libraries import HuggingFaceTokenizer
 from maxbatch.errors import UserError
 from maxbatch.sampling.requests import PromptEncoder, config_of_folder, ends_of_folder, read_prompts
 from maxbatch.sampling.text import TextStream, text_after

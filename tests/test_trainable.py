@@ -18,9 +18,8 @@ from maxbatch.compile.traced_flops import model_flops_per_token
 from maxbatch.errors import UserError
 from maxbatch.models import lora
 from maxbatch.models.registry import Model, build_model, joined, parameter_counts
-from maxbatch.pipeline_parallel.schedule import BufferLimits, timetable
+from maxbatch.pipeline_parallel.schedule import BufferLimits, TimetableShape, timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import timetable_arrays
 from maxbatch.precision.policy import policy_of
 from maxbatch.training.build import build_trainer, lost_updates

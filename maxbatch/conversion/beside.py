@@ -13,8 +13,11 @@ from maxbatch.config.schema import Config
 from maxbatch.data.object_store import is_url
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
-from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer, special_tokens
-from maxbatch.data.tokenizers.pieces import SentencePieceTokenizer
+from maxbatch.data.tokenizers.libraries import (
+  HuggingFaceTokenizer,
+  SentencePieceTokenizer,
+  special_tokens,
+)
 from maxbatch.data.tokenizers.vocabulary_file import FileTokenizer, hub_folder, is_hub_name
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.registry import is_model_folder

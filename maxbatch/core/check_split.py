@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from maxbatch.core.accumulate import Accumulated
-from maxbatch.core.rows import sample_keys
 from maxbatch.core.split_causes import CAUSES, PADDED, REPLICAS, SINGLES, TOKENS, Cause, cause_of
 from maxbatch.core.split_probe import (
   Arrangement,
@@ -27,7 +26,7 @@ from maxbatch.core.split_probe import (
   results,
   tolerances,
 )
-from maxbatch.core.terms import Loss
+from maxbatch.core.terms import Loss, sample_keys
 
 _SHOWN = 3
 """Parameters that a finding names."""

@@ -22,7 +22,7 @@ from maxbatch.config.schema import DataConfig
 from maxbatch.data.chat_template import ChatTemplate, TemplateFailedError, compiled_template
 from maxbatch.data.formats.format import Bad
 from maxbatch.data.tokenizer import Tokenizer
-from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer, declared_tokens
+from maxbatch.data.tokenizers.libraries import HuggingFaceTokenizer, declared_tokens
 from maxbatch.errors import UserError
 
 # Characters of no meaning, which no text that is meant to be read holds.

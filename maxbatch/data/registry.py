@@ -19,7 +19,11 @@ from maxbatch.data.mixed import mixed_paths
 from maxbatch.data.mixture import MixedRows
 from maxbatch.data.rows import Arrays, Dataset, RowSource
 from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer, ordinary_ids
-from maxbatch.data.tokenizers import huggingface, pieces
+from maxbatch.data.tokenizers.libraries import (
+  build_huggingface,
+  build_sentencepiece,
+  build_tiktoken,
+)
 from maxbatch.errors import UserError
 
 # The most rows the shuffle can number: as good as unlimited.
@@ -79,9 +83,9 @@ def build_synthetic(data: DataConfig, tokenizer: Tokenizer, max_target_length: i
 
 TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
   "byte": lambda _: ByteTokenizer(),
-  "huggingface": huggingface.build,
-  "sentencepiece": pieces.build_sentencepiece,
-  "tiktoken": pieces.build_tiktoken,
+  "huggingface": build_huggingface,
+  "sentencepiece": build_sentencepiece,
+  "tiktoken": build_tiktoken,
 }
 
 FILES: dict[str, Callable[[DataConfig], Given | None]] = {

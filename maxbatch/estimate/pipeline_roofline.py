@@ -22,8 +22,7 @@ from maxbatch.estimate.step_roofline import (
 )
 from maxbatch.estimate.step_time import RooflineSeconds
 from maxbatch.estimate.step_work import RematPolicy, StepWork
-from maxbatch.pipeline_parallel.schedule import schedule_named
-from maxbatch.pipeline_parallel.timetable import TimetableShape
+from maxbatch.pipeline_parallel.schedule import TimetableShape, schedule_named
 
 _LAYERS = ("attention", "mlp", "norm", "other")
 """Parts that are of the layers."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from maxbatch.config.find import did_you_mean
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.timetable import Backward, Cell, Forward, Timetable, TimetableShape
+from maxbatch.pipeline_parallel.schedule import Backward, Cell, Forward, Timetable, TimetableShape
 
 _INDEX_COLUMNS = ("tick", "stage")
 _PASS_COLUMNS = ("forward_repeat", "forward_microbatch", "backward_repeat", "backward_microbatch")

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from maxbatch.pipeline_parallel.schedule import Backward, Forward, ModelChunk, Timetable
 from maxbatch.pipeline_parallel.sizes import BACKWARD_TWICE_FORWARD, PassCosts, tick_times
-from maxbatch.pipeline_parallel.timetable import Backward, Forward, ModelChunk, Timetable
 from maxbatch.plots.chart import Bars, Chart, Panel
 
 _WIDTH = 100

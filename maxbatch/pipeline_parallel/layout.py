@@ -13,9 +13,13 @@ from maxbatch.core.plan import BatchPlan
 from maxbatch.core.solve import divisors, nearest_divisors, nearest_multiples, samples_per_group
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.schedule import WITH_REPEATS, Schedule, schedule_named
+from maxbatch.pipeline_parallel.schedule import (
+  WITH_REPEATS,
+  Schedule,
+  TimetableShape,
+  schedule_named,
+)
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable import TimetableShape
 
 _OPEN: Keys = {
   "num_pipeline_microbatches": -1,
@@ -159,10 +163,8 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
       _stage_offers(config),
     )
   repeats, layers = _layers(config, schedule, plan.topology)
-  delay = forwarding_delay(keys)
-  num_pipeline_microbatches, choices = _num_pipeline_microbatches(
-    config, schedule, plan, TimetableShape(stages, 1, repeats, delay)
-  )
+  shape = TimetableShape(stages, 1, repeats, forwarding_delay(keys))
+  num_pipeline_microbatches, choices = _num_pipeline_microbatches(config, schedule, plan, shape)
   num_microbatches, streamed = plan.num_microbatches, config.batch.accumulation == "streamed"
   known = max(point.num_microbatches for point in plan.schedule.points)
   # A batch that follows the noise scale grows up to the largest.
@@ -188,7 +190,7 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
       plan.micro_batch_to_train // parts, plan.topology, num_pipeline_microbatches
     ),
     choices=choices,
-    forwarding_delay=delay,
+    forwarding_delay=shape.forwarding_delay,
     stash="input" if keys.pipeline_saved_activations == "auto" else keys.pipeline_saved_activations,
     stash_is_open=keys.pipeline_saved_activations == "auto",
     is_open=keys.num_pipeline_microbatches == -1 and len(choices) > 1,

@@ -12,10 +12,9 @@ from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.drawings import text_diagram
 from maxbatch.pipeline_parallel.layout import pipeline_of, with_least_bubble
-from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named
+from maxbatch.pipeline_parallel.schedule import SCHEDULES, Timetable, schedule_named
 from maxbatch.pipeline_parallel.simulator import Outcome
 from maxbatch.pipeline_parallel.sizes import Pipeline, bubble, imbalance, percent, predicted_bubble
-from maxbatch.pipeline_parallel.timetable import Timetable
 from maxbatch.precision.formats import compute_format
 
 NOT_MEASURED = (

@@ -10,8 +10,13 @@ the timetable says. So it can check any timetable, one edited by hand too, for t
 
 import dataclasses
 
-from maxbatch.pipeline_parallel.schedule import BufferLimits
-from maxbatch.pipeline_parallel.timetable import Backward, Forward, ModelChunk, Timetable
+from maxbatch.pipeline_parallel.schedule import (
+  Backward,
+  BufferLimits,
+  Forward,
+  ModelChunk,
+  Timetable,
+)
 
 Task = tuple[ModelChunk, int]
 """A model chunk and a microbatch: what Megatron-LM calls a virtual microbatch of a stage."""

@@ -22,8 +22,7 @@ from maxbatch.core.keys import counted
 from maxbatch.core.phases import Phase
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.solve import samples_per_group
-from maxbatch.pipeline_parallel.schedule import schedule_named
-from maxbatch.pipeline_parallel.timetable import Timetable, TimetableShape
+from maxbatch.pipeline_parallel.schedule import Timetable, TimetableShape, schedule_named
 
 EVERY_TICK = ""
 """What runs in every tick, in no operation's scope: the exchange and the buffers."""

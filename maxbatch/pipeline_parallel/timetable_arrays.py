@@ -12,12 +12,13 @@ import numpy as np
 
 from maxbatch.pipeline_parallel.schedule import (
   BufferLimits,
+  ModelChunk,
+  Timetable,
   forward_only_timetable,
   schedule_named,
   timetable,
 )
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable import ModelChunk, Timetable
 
 
 class PassArrays(NamedTuple):

@@ -14,7 +14,7 @@ from maxbatch.data.chat import Chat, chat_of
 from maxbatch.data.chat_template import TemplateFailedError
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
-from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer
+from maxbatch.data.tokenizers.libraries import HuggingFaceTokenizer
 from maxbatch.errors import UserError
 from maxbatch.sampling.text import encoded
 

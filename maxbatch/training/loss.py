@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.core.rows import sample_keys
-from maxbatch.core.terms import Stats, Terms
+from maxbatch.core.terms import Stats, Terms, sample_keys
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.shard_maps import over_rows, summed_over_tokens, summed_part
 from maxbatch.hardware.sharding import constrain
@@ -100,8 +99,7 @@ def row_keys(model: Model, dropout_key: jax.Array | None, rows: Rows) -> jax.Arr
   """Returns a random key for each row, (B,) or (k, B); None where the model draws nothing."""
   if dropout_key is None or model.config.dropout_rate == 0:
     return None
-  keys = functools.partial(sample_keys, dropout_key)
-  return (jax.vmap(keys) if rows.sample_ids.ndim == 2 else keys)(rows.sample_ids)
+  return sample_keys(dropout_key, rows.sample_ids)
 
 
 class TokenShare(NamedTuple):

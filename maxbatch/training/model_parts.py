@@ -22,8 +22,15 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.core import Tracer
 
-from maxbatch.core.rows import sample_keys
-from maxbatch.core.terms import Ratio, Stats, Terms, joined, over_replicas, term_weights, zeros_of
+from maxbatch.core.terms import (
+  Ratio,
+  Stats,
+  Terms,
+  joined,
+  over_replicas,
+  term_weights,
+  zeros_of,
+)
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import auto_axis_sizes
@@ -40,7 +47,7 @@ from maxbatch.models.registry import (
 )
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
-from maxbatch.training.loss import TokenShare, row_order
+from maxbatch.training.loss import TokenShare, row_keys, row_order
 from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.objective import LOSS, TEXT, Loss, zero_model_sums, zero_stats
 from maxbatch.training.optimizer import parameter_of
@@ -113,7 +120,7 @@ class ModelParts:
   ) -> tuple[jax.Array, jax.Array | None]:
     """Returns `embed`, with these probes, and of a table that is the output matrix too the zeros by which
     the loss of the rows is to be differentiated: `LossProbes.tied_RTD`."""
-    bound, keys_R = self._bind(layers, rest, probes), self._dropout_keys(rows)
+    bound, keys_R = self._bind(layers, rest, probes), row_keys(self.model, self.dropout_key, rows)
     rows = self._placed(rows)
     x_RTD = bound.embed(rows, keys_R)
     tied = bound.output_probe() if isinstance(bound, MeasuredModel) else None
@@ -138,7 +145,7 @@ class ModelParts:
 
     Their terms are scalars; all sums of floats are in float32.
     """
-    keys_R = self._dropout_keys(rows)
+    keys_R = row_keys(self.model, self.dropout_key, rows)
     bound = self._bind(layers, rest, probes)
     y_RTD, terms, stats = outputs_of(
       bound.apply_layers(x_RTD, self._placed(rows), keys_R, first_layer)
@@ -242,11 +249,6 @@ class ModelParts:
     bound.embed(jax.tree.map(cut, rows), None)
     tied = bound.output_probe()
     return tied._replace(cross_BTD=probes.tied_RTD) if isinstance(tied, TiedProbe) else tied
-
-  def _dropout_keys(self, rows: Rows) -> jax.Array | None:
-    if self.dropout_key is None or self.model.config.dropout_rate == 0:
-      return None
-    return sample_keys(self.dropout_key, rows.sample_ids)
 
 
 def bind_layered(

@@ -36,8 +36,8 @@ from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan
 from maxbatch.hardware.devices import Target
 from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.schedule import TimetableShape
 from maxbatch.pipeline_parallel.sizes import Pipeline, percent, predicted_bubble
-from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.training.build import streams
 from maxbatch.tuning.microbatch_size import what_it_depends_on
 from maxbatch.tuning.remembered import Made, RememberedChoice

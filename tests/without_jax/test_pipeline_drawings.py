@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.csv_file import COLUMNS, from_csv, to_csv
 from maxbatch.pipeline_parallel.drawings import chrome_trace, text_diagram, timetable_chart
-from maxbatch.pipeline_parallel.schedule import SCHEDULES, assign_slots, timetable
+from maxbatch.pipeline_parallel.schedule import (
+  SCHEDULES,
+  Timetable,
+  TimetableShape,
+  assign_slots,
+  timetable,
+)
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.sizes import bubble
-from maxbatch.pipeline_parallel.timetable import Timetable, TimetableShape
 from maxbatch.plots.chart import Bars
 
 ONE = timetable("1f1b", TimetableShape(3, 4))

@@ -11,7 +11,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.schedule import SCHEDULES, BufferLimits, assign_slots, timetable
+from maxbatch.pipeline_parallel.schedule import (
+  SCHEDULES,
+  Backward,
+  BufferLimits,
+  Cell,
+  Forward,
+  ModelChunk,
+  Timetable,
+  TimetableShape,
+  assign_slots,
+  timetable,
+)
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.sizes import (
   PassCosts,
@@ -19,14 +30,6 @@ from maxbatch.pipeline_parallel.sizes import (
   imbalance,
   predicted_bubble,
   tick_times,
-)
-from maxbatch.pipeline_parallel.timetable import (
-  Backward,
-  Cell,
-  Forward,
-  ModelChunk,
-  Timetable,
-  TimetableShape,
 )
 
 SHAPES = [

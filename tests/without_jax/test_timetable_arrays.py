@@ -5,8 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxbatch.pipeline_parallel.schedule import schedule_named, timetable
-from maxbatch.pipeline_parallel.timetable import ModelChunk, Timetable, TimetableShape
+from maxbatch.pipeline_parallel.schedule import (
+  ModelChunk,
+  Timetable,
+  TimetableShape,
+  schedule_named,
+  timetable,
+)
 from maxbatch.pipeline_parallel.timetable_arrays import (
   PassArrays,
   TimetableArrays,
