@@ -312,6 +312,7 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
   chips = asked.place.chips if asked.place else 0
   hours = chips * seconds / 3600 if seconds else None
   price = asked.price(asked.place) if asked.place else None
+  known = asked.place.chip.eight_bits if asked.place else {}
   each = (
     step_cost(price, chips, advice.here.split.step.step_seconds) if price and advice.here else None
   )
@@ -321,6 +322,7 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
       "parameters": asked.training.parameters,
       "tokens": asked.tokens,
       "expected_loss": asked.training.loss,
+      "quantization": asked.work.quantization,
       **dataclasses.asdict(asked.wishes),
       "slices": str(asked.place) if asked.place else None,
       "chips": chips or None,
@@ -364,6 +366,7 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
       "utilisation": advice.here.split.step.utilisation if advice.here else None,
       "limited_by": advice.here.split.step.limited_by if advice.here else None,
       "how": advice.here.split.step.how if advice.here else None,
+      "eight_bit_product": known.get(asked.work.quantization),
     },
     "elsewhere": [
       {**one.as_dict(), "price": dataclasses.asdict(asked.price(one.place))}

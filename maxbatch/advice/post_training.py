@@ -12,7 +12,7 @@ from typing import Any
 
 from maxbatch.advice.asked import Place, stages_of
 from maxbatch.advice.batch_size import last_record_with
-from maxbatch.advice.slices import nearest, split_of
+from maxbatch.advice.slices import eight_bits, nearest, split_of
 from maxbatch.advice.words import DAY, percent, short, span, wrapped
 from maxbatch.batch_rules.post_training import CHOICES, EQUAL_GENERATIONS
 from maxbatch.command_line.screen import Table
@@ -273,6 +273,9 @@ def _times(advice: PostTrainingAdvice, one: StepSeconds) -> Iterator[str]:
   yield from wrapped(
     f"one after the other {span(total / DAY)}, overlapped at best {span(longer / DAY)}"
   )
+  assert advice.place
+  for sentence in eight_bits(advice.config.precision.quantization, [advice.place]):
+    yield from wrapped(sentence)
   if one.rollout > one.training:
     yield from wrapped(
       "More completions read the weights no more often: sampling gains most from them."

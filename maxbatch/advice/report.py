@@ -7,7 +7,7 @@ from maxbatch.advice.advice import Advice, Planned, mixture_of
 from maxbatch.advice.batch_size import Measured, Said
 from maxbatch.advice.limits import limits
 from maxbatch.advice.prices import step_cost
-from maxbatch.advice.slices import Point, about, on_gpus, used, without_stages
+from maxbatch.advice.slices import Point, about, eight_bits, on_gpus, used, without_stages
 from maxbatch.advice.words import DAY, money, percent, short, span, times, wrapped
 from maxbatch.batch.from_config import sparse_experts
 from maxbatch.batch_rules.findings import FINDINGS, WSD
@@ -95,6 +95,8 @@ def _costs(advice: Advice, planned: Planned) -> Iterator[str]:
   if each := str(step_cost(price, asked.place.chips, split.step.step_seconds)):
     yield from wrapped(each)
   yield from wrapped(on_gpus([asked.place]))
+  for sentence in eight_bits(asked.work.quantization, [asked.place, *asked.elsewhere]):
+    yield from wrapped(sentence)
 
 
 def _batch(advice: Advice) -> Iterator[str]:

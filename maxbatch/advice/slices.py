@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from maxbatch.advice.asked import Asked, Place
 from maxbatch.advice.words import DAY, percent
@@ -45,6 +45,23 @@ def on_gpus(places: Sequence[Place]) -> str:
     f"GPUs: estimated with XLA's tables, not measured by us. Of {said['rows']} published steps the "
     f"estimates are {said['lowest']:g} to {said['highest']:g} of the times (docs/compile.md)."
   )
+
+
+def eight_bits(quantization: str, places: Sequence[Place]) -> Iterator[str]:
+  """Yields what is known of products in eight bits on these places; nothing where none are asked for."""
+  if quantization == "none":
+    return
+  chips = {place.generation: place.chip.eight_bits.get(quantization) for place in places}
+  if known := [f"{share:.2g} on {name}" for name, share in chips.items() if share]:
+    yield (
+      f"quantization={quantization}: products of projections take {', '.join(known)} of their time in bfloat16, by "
+      "the compiler, and rounding what they multiply takes time of its own (docs/precision.md)."
+    )
+  if unknown := [name for name, share in chips.items() if not share]:
+    yield (
+      f"quantization={quantization}: how long such products take on {', '.join(unknown)} is not known; times "
+      "there are bfloat16's."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,9 @@ class Chip:
   """Hz: converts the compiler's estimated cycles to seconds; of GPUs it estimates microseconds."""
   matrix_unit: int
   """Width of the matrix unit (MXU); a narrower product leaves the rest of it idle."""
+  eight_bits: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+  """By quantization, the time of a product over bfloat16's; none: it is not known. Of TPUs as libtpu 0.0.51
+  compiles the matrices of a layer of Llama-3-8B for 8,192 tokens (docs/precision.md)."""
   tensor_cores: int = 1
   """Cores of the device, each with vector units of its own: 2 where jax counts a whole chip of two."""
   domain: int = 0
@@ -100,6 +103,7 @@ CHIPS: Mapping[str, Chip] = {
       dcn_bandwidth=50e9 * _BIT,
       clock=1.05e9,
       matrix_unit=128,
+      eight_bits={"fp8": 1.18, "int8": 1.12},
       tensor_cores=2,
     ),
     # cloud.google.com/tpu/docs/v5e: 197 TFLOPs, 16 GB, 819 GBps (another version: 800 GiBps), ICI
@@ -116,6 +120,7 @@ CHIPS: Mapping[str, Chip] = {
       dcn_bandwidth=6.4e12 / 256 * _BIT,
       clock=1.5e9,
       matrix_unit=128,
+      eight_bits={"fp8": 1.01, "int8": 0.5},
     ),
     # cloud.google.com/tpu/docs/v5p: 459 TFLOPs, 95 GiB, 2765 GBps, ICI 1200 GBps bidirectional in
     # a 3D torus, network 50 Gbps per chip.
@@ -131,6 +136,7 @@ CHIPS: Mapping[str, Chip] = {
       dcn_bandwidth=50e9 * _BIT,
       clock=1.75e9,
       matrix_unit=128,
+      eight_bits={"fp8": 0.95, "int8": 0.47},
       tensor_cores=2,
     ),
     # cloud.google.com/tpu/docs/v6e: 918 TFLOPs, 32 GB, 1638 GBps, ICI 800 GBps bidirectional over
@@ -147,6 +153,7 @@ CHIPS: Mapping[str, Chip] = {
       dcn_bandwidth=100e9 * _BIT,
       clock=1.75e9,
       matrix_unit=256,
+      eight_bits={"fp8": 1.03, "int8": 0.75},
     ),
     # cloud.google.com/tpu/docs/tpu7x, halved, for a chip shows itself as two devices: 2307 TFLOPs,
     # 192 GiB, 7380 GBps, ICI 1200 GBps bidirectional in a 3D torus, network 100 Gbps per chip.
@@ -162,6 +169,7 @@ CHIPS: Mapping[str, Chip] = {
       dcn_bandwidth=100e9 * _BIT / 2,
       clock=2.2e9,
       matrix_unit=256,
+      eight_bits={"fp8": 0.54, "int8": 1.22},
     ),
   )
 }
@@ -234,6 +242,7 @@ def _gpu(generation: str, known: Mapping[str, Any]) -> Chip:
     dcn_bandwidth=known["network_bandwidth"],
     clock=1e6,
     matrix_unit=1,
+    eight_bits=known.get("eight_bits", {}),
     domain=known["gpus_per_domain"],
     attention=known["attention"],
     product_share=known["product_share"],

@@ -131,8 +131,9 @@ def work_digest(work: StepWork) -> str:
   }
   is_slow = work.model.attention == "dot_product"
   others = (work.length, work.compute_bytes, work.weight_bytes, work.optimizer_bytes, is_slow)
+  eight_bits = [work.quantization] * (work.quantization != "none")
   plugins = map(repr, work.model.plugins)
-  result = json.dumps([keys, others, work.model.lora_rank, *plugins], sort_keys=True)
+  result = json.dumps([keys, others, work.model.lora_rank, *plugins, *eight_bits], sort_keys=True)
   return hashlib.sha256(result.encode()).hexdigest()[:16]
 
 

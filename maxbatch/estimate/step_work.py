@@ -26,6 +26,7 @@ from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.flops import tokens_seen
 from maxbatch.hugging_face.model_keys import layer_types
+from maxbatch.precision.formats import FORMATS, compute_format
 
 RematPolicy = Literal["none", "minimal", "full"]
 Part = Literal["attention", "mlp", "norm", "head", "embedding", "other"]
@@ -40,7 +41,6 @@ _LARGEST_KEPT, _SMALLEST_ON_GPU, _LARGEST_ON_GPU = 512, 4096, 2**30
 _KERNEL_BLOCKS = (512, 384, 256, 128)
 _KERNEL_PRODUCTS = {"forward": 2, "backward": 7}
 """Products of T × T × H in attention kernels: backward, for queries (3), keys and values (4), with weights anew."""
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "cbfloat16": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,8 @@ class StepWork:
   """Bytes of a stored weight."""
   optimizer_bytes: int = 8
   """Bytes of the optimizer's state for one parameter: 8 for Adam's two moments in float32."""
+  quantization: str = "none"
+  """Of the products of projections: none, fp8 or int8."""
 
   @property
   def layer_matrix(self) -> Mapping[str, tuple[tuple[float, float], ...]]:
@@ -113,13 +115,8 @@ class StepWork:
     return tokens * self.compute_bytes <= 4 * self.model.base_emb_dim
 
   def tiles(self, tokens: float, ways: int, *, is_gpu: bool) -> int:
-    """Returns the number of tiles of tokens in which the loss is formed.
-
-    Args:
-      tokens: of the microbatch on one group of devices.
-      ways: devices that share the vocabulary.
-      is_gpu: whether they are GPUs.
-    """
+    """Returns the number of tiles in which the loss is formed, of a microbatch's `tokens` on one group of
+    devices, of which `ways` share the vocabulary."""
     if self.model.num_vocab_tiling:
       return self.model.num_vocab_tiling
     of_token, largest = (size / ways * 4 for size in (self.model.vocab_size, self.table_parameters))
@@ -135,15 +132,15 @@ class StepWork:
 def step_work(config: Config) -> StepWork:
   """Returns the work that a configuration describes."""
   precision, optimizer = config.precision, config.optimizer
-  dtype = precision.precision if precision.dtype == "auto" else precision.dtype
-  first = _BYTES[optimizer.mu_dtype]
+  first = FORMATS[optimizer.mu_dtype].bytes
   kept = {"sgd": first, "muon": first, "adafactor": 0}
   return StepWork(
     model=config.model,
     length=config.batch.max_target_length,
-    compute_bytes=_BYTES[dtype],
-    weight_bytes=_BYTES[precision.weight_dtype],
+    compute_bytes=compute_format(precision).bytes,
+    weight_bytes=FORMATS[precision.weight_dtype].bytes,
     optimizer_bytes=kept.get(optimizer.opt_type, first + 4),
+    quantization=precision.quantization,
   )
 
 
@@ -157,12 +154,8 @@ def weight_shards(work: StepWork, mesh: Topology) -> tuple[int, int]:
 
 
 def residual_bytes(work: StepWork, chip: Chip, ways: int, remat: RematPolicy) -> float:
-  """Returns bytes that are kept for each token in each layer until the backward pass.
-
-  Args:
-    ways: devices that share a layer.
-    remat: what is computed again instead.
-  """
+  """Returns bytes that are kept for each token in each layer until the backward pass, of `ways` devices that
+  share a layer; `remat`: what is computed again instead."""
   c, size = work.model, work.compute_bytes
   queries, keys = (
     c.base_num_query_heads * query_dim(c) / ways,
@@ -200,7 +193,8 @@ class PartWork:
   """What one part of the model asks of a device in one microbatch."""
 
   products: float = 0.0
-  """FLOPs of matrix products as the matrix unit does them: narrow dimensions fill it up."""
+  """FLOPs of matrix products as the matrix unit does them: narrow dimensions fill it up. In eight bits as many
+  as there are in bfloat16 in the same time."""
   kernels: float = 0.0
   """The same of attention kernels; of GPUs, as many as fit in their time at the peak."""
   weights: float = 0.0
@@ -214,13 +208,10 @@ class PartWork:
 def microbatch_work(
   work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
 ) -> dict[Part, PartWork]:
-  """Returns what each part of the model asks of one device in one microbatch.
+  """Returns what each part of the model asks of one device in one microbatch of `per_device` samples.
 
   Args:
-    work: the model.
     chip: the device, for the width of its matrix unit.
-    mesh: how devices share it.
-    per_device: samples of a microbatch on one device.
     remat: what the backward pass computes again.
   """
   ways = mesh.shape["tensor"]
@@ -336,9 +327,16 @@ class _LayersWork:
 
   def _with_products(self, part: str, beside: PartWork) -> PartWork:
     """Returns the work with the products of a part's matrices."""
-    work, L = self.work, self.work.model.base_num_decoder_layers
+    work, L, pad = self.work, self.work.model.base_num_decoder_layers, self.chip.padded
     shapes = list(zip(_passes(work, part, self.remat), work.layer_matrix[part], strict=True))
-    padded = sum(t * self.chip.padded(a) * self.chip.padded(b) for t, (a, b) in shapes)
+    share, wide = 1.0, 0
+    known = self.chip.eight_bits.get(work.quantization)
+    if known and (part == "attention" or work.model.num_experts <= 1):
+      rounded = sum(((t - 2) * a + b) * self.tokens + (t - 1) * a * b for t, (a, b) in shapes)
+      beside.traffic["rounded"] = L * rounded / self.ways * (work.compute_bytes + 1)
+      # In int8 the gradient of the weights stays in bfloat16.
+      share, wide = known, int(work.quantization == "int8")
+    padded = sum((wide + share * (t - wide)) * pad(a) * pad(b) for t, (a, b) in shapes)
     # Of the experts some token meets each.
     idle = 3 * idle_parameters(work.model) if part == "mlp" else 0
     read = (sum(times * a * b for times, (a, b) in shapes) + idle) * work.compute_bytes

@@ -1,5 +1,6 @@
 """Advice for GPUs, beside TPUs or alone: one call, with prices that a user can replace."""
 
+import dataclasses
 import json
 import pathlib
 from fractions import Fraction
@@ -12,8 +13,9 @@ from maxbatch.advice.prices import prices
 from maxbatch.config.load import load_config
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import ALL_CHIPS
-from maxbatch.estimate.compiled_steps import compiled_step
-from maxbatch.estimate.step_work import step_work
+from maxbatch.estimate.compiled_steps import compiled_step, work_digest
+from maxbatch.estimate.step_roofline import step_rates, step_roofline
+from maxbatch.estimate.step_work import RematPolicy, microbatch_work, step_work
 
 LLAMA = ["config=base", "model_name=llama3-8b", "total_tokens=1000000000000"]
 BOTH = [*LLAMA, "compile_topology=v5p-256", "compare_with=h100-128,b200-64"]
@@ -183,3 +185,65 @@ def test_half_and_twice_the_gpus():
   most = place_named("h100-16384", 1)
   assert most
   assert most.double() is None
+
+
+@pytest.mark.parametrize(
+  ("model", "generation", "devices", "rows", "length", "quantization", "ratio"),
+  [
+    ("llama3-8b", "h100", 64, 2, 8192, "fp8", 1.321 / 1.948),
+    ("llama3-8b", "tpu7x", 64, 4, 2048, "fp8", 0.543 / 0.691),
+    # No figure: bfloat16's time.
+    ("llama3-8b", "h100", 64, 2, 8192, "int8", 1.0),
+    ("llama3-8b", "b200", 64, 2, 8192, "fp8", 1.0),
+  ],
+)
+def test_products_in_eight_bits_take_what_was_compiled(
+  model, generation, devices, rows, length, quantization, ratio
+):
+  """As the table in docs/precision.md."""
+  chip, keys = ALL_CHIPS[generation], ["precision=bfloat16", f"max_target_length={length}"]
+  works = [
+    step_work(load_config(["config=base", f"model_name={model}", *keys, f"quantization={one}"]))
+    for one in ("none", quantization)
+  ]
+  before, after = (
+    step_roofline(
+      work, chip, Topology.of(fsdp=devices), Fraction(rows), 1, "full", step_rates(chip)
+    )
+    for work in works
+  )
+  assert after.step_seconds / before.step_seconds == pytest.approx(ratio, rel=0.05)
+  # What is remembered of one as compiled is not given for the other.
+  assert len(set(map(work_digest, works))) == 2
+
+
+def test_which_products_are_in_eight_bits():
+  """Those of projections: in float8 all passes, in int8 all but the gradient of the weights; no experts."""
+
+  def products(model: str, quantization: str, remat: RematPolicy = "minimal") -> tuple[float, ...]:
+    keys = ["config=base", f"model_name={model}", f"quantization={quantization}"]
+    chip = dataclasses.replace(ALL_CHIPS["h100"], eight_bits={"fp8": 0.5, "int8": 0.5})
+    work = step_work(load_config([*keys, "precision=bfloat16"]))
+    parts = microbatch_work(work, chip, Topology.of(fsdp=8), Fraction(1), remat)
+    return tuple(parts[name].products for name in ("attention", "mlp", "head"))
+
+  attention, mlp, head = products("llama3-8b", "none")
+  assert products("llama3-8b", "fp8") == pytest.approx((attention / 2, mlp / 2, head))
+  assert products("llama3-8b", "int8") == pytest.approx((attention * 2 / 3, mlp * 2 / 3, head))
+  again = products("llama3-8b", "none", "full")[0], products("llama3-8b", "int8", "full")[0]
+  assert again[1] == pytest.approx(again[0] * 2.5 / 4)
+  attention, *others = products("mixtral-8x7b", "none")
+  assert products("mixtral-8x7b", "fp8") == pytest.approx((attention / 2, *others))
+
+
+def test_advice_says_where_products_in_eight_bits_are_not_known(capsys):
+  keys = [*LLAMA, "precision=bfloat16", "compile_topology=h100-64", "compare_with=v5e-256"]
+  fp8, int8 = (
+    json.loads(ask(capsys, *keys, f"quantization={one}", "--json")) for one in ("fp8", "int8")
+  )
+  assert [one["run"]["eight_bit_product"] for one in (fp8, int8)] == [0.5, None]
+  assert fp8["run"]["days"] < 0.8 * int8["run"]["days"]
+  assert int8["elsewhere"][0]["days"] < 0.9 * fp8["elsewhere"][0]["days"]
+  text = " ".join(ask(capsys, *keys, "quantization=int8").split())
+  assert "products of projections take 0.5 on v5e of their time in bfloat16" in text
+  assert "how long such products take on h100 is not known; times there are bfloat16's" in text
