@@ -45,6 +45,7 @@ from maxbatch.experiments.running import (
 )
 from maxbatch.hardware.agreement import check_alike, sync_errors, write_shared_file
 from maxbatch.hardware.ending import ending_together
+from maxbatch.hardware.heap import share_one_heap
 from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.modes.method import Purpose
 from maxbatch.modes.prepare import check_memory, purpose_of
@@ -117,6 +118,7 @@ The configuration is RUN's own config.yml, or config=FILE; keys change it.
   BranchArguments,
   "checkpoint=RUN [config=FILE]",
   leaves_files=True,
+  before_threads=share_one_heap,
 )
 
 

@@ -14,6 +14,7 @@ from maxbatch.command_line.signals import SUPERVISOR
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.hardware.heap import share_one_heap
 from maxbatch.hardware.messages import await_order
 from maxbatch.hardware.processes import leave_together, located, refusing_together
 from maxbatch.modes.compile_only import prepare_only
@@ -37,7 +38,7 @@ class TrainArguments:
   ] = False
 
 
-COMMAND = Command("train", "", TrainArguments, leaves_files=True)
+COMMAND = Command("train", "", TrainArguments, leaves_files=True, before_threads=share_one_heap)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated
 from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
 from maxbatch.config.load import load_config
+from maxbatch.hardware.heap import share_one_heap
 from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.modes.compile_only import prepare_only
 from maxbatch.modes.method import Purpose
@@ -41,6 +42,7 @@ that was stopped.
 """,
   TrainRLArguments,
   leaves_files=True,
+  before_threads=share_one_heap,
 )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 # that compares arrays; they read this when numpy is first imported, a line below.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # A process of the tests trains hundreds of models, and gives their memory back: it is the default, and
-# tells maxbatch/command_line/heap.py that somebody has set the heap's options.
+# tells maxbatch/hardware/heap.py that somebody has set the heap's options.
 os.environ.setdefault("MALLOC_ARENA_TEST", "8")
 
 import hypothesis

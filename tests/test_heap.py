@@ -7,12 +7,12 @@ import types
 
 import pytest
 
-from maxbatch.command_line.heap import keep_temporaries
+from maxbatch.hardware.heap import keep_temporaries
 
 TEMPORARIES = 64 * 2**20
 PROGRAM = f"""
 import resource, sys
-from maxbatch.command_line.heap import keep_temporaries, share_one_heap
+from maxbatch.hardware.heap import keep_temporaries, share_one_heap
 if "keep" in sys.argv:
   share_one_heap()
 import jax, jax.numpy as jnp

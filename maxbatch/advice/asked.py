@@ -20,8 +20,8 @@ from maxbatch.estimate.step_work import StepWork, step_work
 from maxbatch.hardware.topologies import FAMILIES, slice_named
 from maxbatch.pipeline_parallel.layout import (
   allowed_repeats,
-  fewest_microbatches,
   forwarding_delay,
+  smallest_microbatch,
   with_least_bubble,
 )
 from maxbatch.pipeline_parallel.schedule import schedule_named
@@ -172,10 +172,11 @@ class Asked:
 
   @property
   def batch_unit(self) -> int:
-    """Samples that divide the batch where no place is given: one for each group of devices, in a pipeline as
-    many as its stages need."""
-    stages = self.mesh.shape.get("stage", 1)
-    return self.mesh.num_batch_groups * fewest_microbatches(self.config.pipeline, stages)
+    """Samples that divide the batch where no place is given."""
+    pipeline = self.config.pipeline
+    if pipeline.pipeline_schedule == "none":
+      return self.mesh.num_batch_groups
+    return smallest_microbatch(self.mesh, forwarding_delay(pipeline))
 
   @property
   def own_batch(self) -> Fraction | None:

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from maxbatch.config import declare, schema
@@ -80,6 +80,8 @@ class Command(Generic[Own]):
   """Whether what is not its own is the configuration's."""
   leaves_files: bool = False
   """Whether its work is in files: then it has succeeded even if nobody has read what it printed."""
+  before_threads: Callable[[], None] = lambda: None
+  """What must come before its process has any thread."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
 from maxbatch.command_line.arguments import Arguments, Command, Own, help_text, parse, wants_help
-from maxbatch.command_line.heap import share_one_heap
 from maxbatch.command_line.signals import INTERRUPTED, EndingSignals, Interrupted
 from maxbatch.errors import (
   EXIT_DIVERGED,
@@ -125,8 +124,7 @@ def run_command(
 def _exit_code(
   command: Command[Own], arguments: Sequence[str], work: Callable[[Arguments[Own]], object]
 ) -> int:
-  if command.leaves_files:
-    share_one_heap()
+  command.before_threads()
   try:
     with EndingSignals():
       if wants_help(arguments):

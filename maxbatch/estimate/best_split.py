@@ -24,6 +24,7 @@ from maxbatch.estimate.compiled_steps import most_compiled_tokens
 from maxbatch.estimate.pipeline_roofline import Stages, pipeline_roofline
 from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
 from maxbatch.estimate.step_work import RematPolicy, StepWork
+from maxbatch.pipeline_parallel.layout import smallest_microbatch
 
 REMAT_POLICIES: tuple[RematPolicy, ...] = ("none", "minimal", "full")
 _MOST_TENSOR = 8
@@ -153,7 +154,7 @@ def splits(
     for mesh in meshes(work, devices_per_slice, num_slices, stages)
     for given in [(work, chip, mesh)]
     for size, count in splits_of(batch, mesh)
-    if stages is None or batch % (count * _unit(mesh, stages)) == 0
+    if stages is None or batch % (count * smallest_microbatch(mesh, stages.forwarding_delay)) == 0
     for remat in policies
   ]
   known = [one for one in results if is_near_compiled(work, chip, one)]
@@ -202,7 +203,7 @@ def divisible_batches(
   def nearest(mesh: Topology) -> Sequence[int]:
     if stages is None:
       return nearest_batches(batch, mesh)
-    unit = _unit(mesh, stages)
+    unit = smallest_microbatch(mesh, stages.forwarding_delay)
     return (
       [int(size) for size in nearest_multiples(unit, Fraction(batch))] if batch % unit else [batch]
     )
@@ -213,11 +214,6 @@ def divisible_batches(
   below = [size for size in near if size <= batch]
   above = [size for size in near if size >= batch]
   return sorted({*([max(below)] if below else []), *([min(above)] if above else [])})
-
-
-def _unit(mesh: Topology, stages: Stages) -> int:
-  """Returns the samples of the smallest microbatch of gradient accumulation."""
-  return mesh.num_batch_groups * stages.fewest_microbatches
 
 
 def meshes(

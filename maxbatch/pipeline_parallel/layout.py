@@ -207,10 +207,10 @@ def _smaller_timetable(plan: BatchPlan, known: int) -> str:
   return "accumulation=streamed, with a timetable for each microbatch, or fewer gradient accumulation steps"
 
 
-def fewest_microbatches(config: PipelineConfig, stages: int) -> int:
-  """Returns the fewest microbatches of a timetable: one for each stage, with delayed forwarding two; without
-  a schedule there is none, and one microbatch."""
-  return 1 if config.pipeline_schedule == "none" else forwarding_delay(config) * stages
+def smallest_microbatch(mesh: Topology, forwarding_delay: int) -> int:
+  """Returns the samples of the smallest microbatch of gradient accumulation in a pipeline: for each group of
+  devices as many as fill its stages."""
+  return mesh.num_batch_groups * forwarding_delay * mesh.shape.get("stage", 1)
 
 
 def forwarding_delay(config: PipelineConfig) -> int:

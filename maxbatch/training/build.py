@@ -12,7 +12,6 @@ import optax
 
 from maxbatch.batch.host_loads import load_factor, loading_hosts
 from maxbatch.batch.row_plan import Segment, dispatches
-from maxbatch.command_line.heap import keep_temporaries
 from maxbatch.config.schema import Config, OptimizerConfig
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.core.topology import Topology
@@ -29,6 +28,7 @@ from maxbatch.hardware.compiler_flags import (
   writes_operands,
 )
 from maxbatch.hardware.devices import Device, machine_bytes
+from maxbatch.hardware.heap import keep_temporaries
 from maxbatch.hardware.sharding import (
   LogicalAxes,
   make_mesh,

@@ -8,10 +8,10 @@ come to lie between, so it is done only where the machine has plenty.
 
 import ctypes
 import os
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from maxbatch.hardware.accelerators import may_be_here
 
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 """Of glibc's malloc.h."""
@@ -26,12 +26,10 @@ def share_one_heap() -> None:
   """Tells the C library to serve all threads of a process without accelerators from one heap.
 
   To be called before there are any: others get heaps of 64 MiB, and what is larger comes from the system,
-  whatever `keep_temporaries` says. That is before a program is asked what accelerators there are
-  (hardware/accelerators.py), so it goes by the signs of some.
+  whatever `keep_temporaries` says.
   """
-  asked, devices = os.environ.get("JAX_PLATFORMS", ""), Path("/dev")
-  has_tpu = any(devices.glob("accel*")) or any(devices.glob("vfio/[0-9]*"))
-  if asked == "cpu" or not (asked or has_tpu or shutil.which("nvidia-smi")):
+  asked = os.environ.get("JAX_PLATFORMS", "")
+  if asked == "cpu" or not (asked or may_be_here()):
     _tell(_ARENA_MAX, 1)
 
 
