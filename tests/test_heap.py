@@ -9,14 +9,15 @@ import pytest
 
 from maxbatch.hardware.heap import keep_temporaries
 
-TEMPORARIES = 64 * 2**20
+TEMPORARIES = 32 * 2**20
+"""Less than a thread's heap; `many` are four times as much."""
 PROGRAM = f"""
 import resource, sys
 from maxbatch.hardware.heap import keep_temporaries, share_one_heap
-if "keep" in sys.argv:
-  share_one_heap()
+if "many" in sys.argv:
+  share_one_heap(["num_simulated_devices=1"])
 import jax, jax.numpy as jnp
-x = jnp.ones(({TEMPORARIES // 4 // 1024}, 32))
+x = jnp.ones(({TEMPORARIES // 4 // 1024} * (4 if "many" in sys.argv else 1), 32))
 f = jax.jit(lambda x: jnp.maximum(x @ jnp.ones((32, 1024)), 0) @ jnp.ones((1024, 1)))
 program = f.lower(x).compile()
 assert program.memory_analysis().temp_size_in_bytes >= {TEMPORARIES}
@@ -54,15 +55,17 @@ def test_a_program_finds_its_pages_again():
   pages, clean = TEMPORARIES // 4096, unset() | {"JAX_PLATFORMS": "cpu"}
   assert fresh_pages(clean) > pages / 2
   assert fresh_pages(clean, "keep") < pages / 10
+  assert fresh_pages(clean, "keep", "many") < pages / 10
   # Who has set the heap's options keeps them.
   with pytest.raises(subprocess.CalledProcessError):
     fresh_pages(clean | {"MALLOC_ARENA_MAX": "2"}, "keep")
 
 
 class Program:
-  """A compiled one, of 1 GiB of temporaries."""
+  """A compiled one."""
 
-  temp_size_in_bytes = 2**30
+  def __init__(self, temp_size_in_bytes: int):
+    self.temp_size_in_bytes = temp_size_in_bytes
 
   def memory_analysis(self):
     return self
@@ -74,19 +77,23 @@ class Device:
 
 
 @pytest.mark.parametrize(
-  ("devices", "machine", "told"),
+  ("size", "devices", "machine", "told"),
   [
-    ([Device("cpu")], 16 * 2**30, True),
-    ([Device("cpu")] * 2, 16 * 2**30, False),
-    ([Device("cpu")], 2**30, False),
-    ([Device("gpu")], 2**40, False),
-    ([], 2**40, False),
+    (2**25, [Device("cpu")] * 5, 2**30, False),
+    (2**25, [Device("cpu")] * 5, 2**31, True),
+    # More than a thread's heap.
+    (2**26, [Device("cpu")] * 2, 2**40, False),
+    # One heap.
+    (2**30, [Device("cpu")], 2**34, True),
+    (2**30, [Device("cpu")], 2**33, False),
+    (2**25, [Device("gpu")], 2**40, False),
+    (2**25, [], 2**40, False),
   ],
 )
-def test_only_where_memory_is_plenty(devices, machine, told, monkeypatch):
+def test_only_where_memory_is_plenty(size, devices, machine, told, monkeypatch):
   options = []
   library = types.SimpleNamespace(mallopt=lambda *option: options.append(option) or 1)
   monkeypatch.setattr("ctypes.CDLL", lambda _: library)
-  monkeypatch.setattr("os.environ", unset())
-  assert keep_temporaries(Program(), devices, machine) == told
+  monkeypatch.setattr("os.environ", unset() | {"NPROC": "4"})
+  assert keep_temporaries(Program(size), devices, machine) == told
   assert bool(options) == told

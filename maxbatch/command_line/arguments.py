@@ -80,7 +80,7 @@ class Command(Generic[Own]):
   """Whether what is not its own is the configuration's."""
   leaves_files: bool = False
   """Whether its work is in files: then it has succeeded even if nobody has read what it printed."""
-  before_threads: Callable[[], None] = lambda: None
+  before_threads: Callable[[Sequence[str]], None] = lambda arguments: None
   """What must come before its process has any thread."""
 
 

@@ -124,7 +124,7 @@ def run_command(
 def _exit_code(
   command: Command[Own], arguments: Sequence[str], work: Callable[[Arguments[Own]], object]
 ) -> int:
-  command.before_threads()
+  command.before_threads(arguments)
   try:
     with EndingSignals():
       if wants_help(arguments):

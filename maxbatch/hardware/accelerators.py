@@ -16,7 +16,6 @@ from pathlib import Path
 CUDA_DRIVERS = (("gpu", 580, "13"), ("gpu12", 525, "12"))
 """Extra, oldest driver, version of CUDA: the newest first."""
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-_NVIDIA = "nvidia-smi"
 _QUERY = ("--query-gpu=name,driver_version", "--format=csv,noheader")
 _PATIENCE_SECONDS = 20.0
 """nvidia-smi waits for a driver that hangs."""
@@ -44,18 +43,13 @@ class Accelerators:
     return any(importlib.util.find_spec(name) for name in self.plugins)
 
 
-def may_be_here(pci: Path = _PCI) -> bool:
-  """Returns whether `find_accelerators` may find some, at once: no program is asked, which takes a second."""
-  return shutil.which(_NVIDIA) is not None or _tpu(pci) is not None
-
-
 def find_accelerators(pci: Path = _PCI) -> Accelerators | None:
   """Returns the NVIDIA GPUs that nvidia-smi lists, or else the TPU chips on the PCI bus."""
   return _nvidia() or _tpu(pci)
 
 
 def _nvidia() -> Accelerators | None:
-  program = shutil.which(_NVIDIA)
+  program = shutil.which("nvidia-smi")
   if program is None:
     return None
   try:

@@ -2,34 +2,34 @@
 
 glibc gets a piece of that size from the system and gives it back once it is freed. So each step touches
 fresh pages, which the system fills with zeros first: a sixth of the time of a step on two cores. Told to
-keep what is freed, it hands the same pages out again. That costs memory, as steps overlap and smaller pieces
-come to lie between, so it is done only where the machine has plenty.
+keep what is freed, it hands the same pages out again. That costs memory, as any thread of XLA's may keep
+temporaries of each size, so it is done only where the machine has plenty.
+
+Threads have heaps of 64 MiB each, and what is larger comes from the system, whatever it is told. One heap for
+all keeps that too, but the threads that compile, and those of several devices, wait for one another there: a
+first start on 8 devices took half as long again, and some of its steps twice as long. So one device has it.
 """
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
-
-from maxbatch.hardware.accelerators import may_be_here
 
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 """Of glibc's malloc.h."""
 _OFF = -1
+_LARGEST_BYTES = 60 * 2**20
+"""Of a piece: the rest of a thread's heap is for what else it holds."""
 _COPIES = 2
-"""Of a step's temporaries, beside those in use, that are kept at most."""
+"""Of a step's temporaries, beside those in use, that one heap keeps at most."""
 _SHARE = 1 / 8
-"""Of the machine's memory, that these may be."""
+"""Of the machine's memory, that what is kept may be."""
 
 
-def share_one_heap() -> None:
-  """Tells the C library to serve all threads of a process without accelerators from one heap.
-
-  To be called before there are any: others get heaps of 64 MiB, and what is larger comes from the system,
-  whatever `keep_temporaries` says.
-  """
-  asked = os.environ.get("JAX_PLATFORMS", "")
-  if asked == "cpu" or not (asked or may_be_here()):
+def share_one_heap(arguments: Collection[str]) -> None:
+  """Tells the C library to serve all threads from one heap, before there are any, where a command is given one
+  simulated device."""
+  if "num_simulated_devices=1" in arguments:
     _tell(_ARENA_MAX, 1)
 
 
@@ -45,10 +45,17 @@ def keep_temporaries(program: Any, devices: Sequence[Any], machine_bytes: int) -
   """
   if not devices or devices[0].platform != "cpu":
     return False
-  memory = program.memory_analysis()
-  if _COPIES * memory.temp_size_in_bytes * len(devices) > _SHARE * machine_bytes:
+  size = program.memory_analysis().temp_size_in_bytes
+  one = len(devices) == 1
+  kept = (_COPIES if one else _num_threads(devices)) * size
+  if kept > _SHARE * machine_bytes or (size > _LARGEST_BYTES and not one):
     return False
   return _tell(_MMAP_MAX, 0) and _tell(_TRIM_THRESHOLD, _OFF)
+
+
+def _num_threads(devices: Sequence[Any]) -> int:
+  """Returns how many threads XLA has for the devices, by the variable that hardware/devices.py sets."""
+  return max(len(devices), int(os.environ.get("NPROC") or os.cpu_count() or 1))
 
 
 def _tell(option: int, value: int) -> bool:
