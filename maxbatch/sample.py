@@ -32,11 +32,11 @@ from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.hugging_face.registry import is_model_folder
 from maxbatch.models.flash import resolve_attention
-from maxbatch.models.quantization import AMAX
+from maxbatch.models.float8 import AMAX
 from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.modes.start import connected_devices, started
 from maxbatch.precision.formats import compute_format
-from maxbatch.precision.policy import policy_of
+from maxbatch.precision.policy import sampling_policy_of
 from maxbatch.sampling.choice import Choice
 from maxbatch.sampling.requests import (
   PromptEncoder,
@@ -216,7 +216,7 @@ def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
   origin = origin_of(config)
   ends = encode.ends(own.stop) + (ends_of_folder(origin) if origin else [])
   cache.enable(config.compile.jax_cache_dir)
-  policy = policy_of(config.precision)
+  policy = sampling_policy_of(config.precision)
   shape = resolve_attention(config.model, length, target.devices[0], policy.compute)
   model = build_model(shape, length, policy=policy)
   mesh = make_mesh(target.layout, target.devices)

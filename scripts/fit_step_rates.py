@@ -110,10 +110,8 @@ GROUPS: tuple[tuple[Part, ...], ...] = (
 DIGITS = 4
 ALIKE = {"v4": "v5p", "tpu7x": "v6e", "v5e": "", "v5p": "", "v6e": ""}
 ALIKE_GPUS = {"a100": "", "h100": "", "h200": "h100", "b200": "h100", "gb200": "b200"}
-KNOWN = {"residuals": 1.0, "tiles": 1.0}
-ROUNDED = {"tpu": 1.6, "gpu": 1.0}
-"""How often what is rounded to eight bits moves: between Llama-2-7B in int8 on v5e-256 (1.4) and Llama-3-8B in
-float8 on tpu7x-64 (2.2), as compiled; on h100-64 once."""
+KNOWN = {"residuals": 1.0, "tiles": 1.0, "rounded": 1.0}
+"""How often these move; what is rounded to eight bits is read and written once, by a kernel or fused."""
 ONCE = ("residuals", "kept")
 KINDS = {"tpu": CHIPS["v5e"], "gpu": GPUS["h100"]}
 """By kind of chips with rates of their own, one of them."""
@@ -305,9 +303,7 @@ def fitted(steps: Sequence[CompiledStep]) -> StepRates:
   return StepRates(
     product=inverse,
     cycles=named("cycles "),
-    traffic=named("traffic ")
-    | KNOWN
-    | {"rounded": ROUNDED["gpu" if steps[0].chip.is_gpu else "tpu"]},
+    traffic=named("traffic ") | KNOWN,
     waits=named("waits "),
     memory=memory(steps),
     spread={},

@@ -51,6 +51,7 @@ ARMS = (
   Arm("float32", "precision_report=true"),
   Arm("bfloat16", "precision=bfloat16"),
   Arm("bfloat16, products in float8", "precision=bfloat16 quantization=fp8"),
+  Arm("bfloat16, products in int8", "precision=bfloat16 quantization=int8"),
   Arm("float16, loss scale dynamic", "precision=float16"),
   Arm("float16, loss scale none", "precision=float16 loss_scale=none"),
   Arm("float16, loss a mean", f"precision=float16 {MEAN}"),

@@ -10,8 +10,7 @@ from initial_states import initial_state, random_parameters
 from support import config, configured, error, in_microbatches, mesh, uneven_rows
 
 from maxbatch.errors import UserError
-from maxbatch.models.forms import projected
-from maxbatch.models.quantization import (
+from maxbatch.models.float8 import (
   BACKWARD,
   FORWARD,
   float8_product,
@@ -20,6 +19,7 @@ from maxbatch.models.quantization import (
   scale_of,
   with_weights,
 )
+from maxbatch.models.forms import projected
 from maxbatch.models.registry import build_model
 from maxbatch.precision.policy import check_quantization, policy_of
 from maxbatch.training.optimizer import make_optimizer

@@ -489,6 +489,15 @@ def test_one_token_that_rounding_sends_to_another_expert_stops_no_run():
     check_gap(mixture, 0, {**flipped, "rl/log_prob_gap": 0.1})
 
 
+def test_what_rounding_to_eight_bits_flips_stops_no_run():
+  full, eight = (load_config([*KEYS, *keys]) for keys in ([], ["quantization=int8"]))
+  check_gap(eight, 0, {LARGEST_GAP: 2e-3})
+  with pytest.raises(UserError, match=r"rounding in dtype=float32 makes 0\.00\d+ at"):
+    check_gap(full, 0, {LARGEST_GAP: 2e-3})
+  with pytest.raises(UserError, match=r"in dtype=float32 quantization=int8 makes 0\.\d+ at"):
+    check_gap(eight, 0, {LARGEST_GAP: 2.0})
+
+
 @pytest.mark.parametrize(
   ("keys", "said"),
   [

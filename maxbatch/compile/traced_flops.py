@@ -137,7 +137,7 @@ def _of_equation(equation: Any, is_used: Iterable[bool]) -> _Places:
     return {(False, EVERY_TICK): _grouped(equation)}
   if name == "pallas_call":
     stated = equation.params["cost_estimate"]
-    return {(False, EVERY_TICK): stated.flops if stated and stated.flops else _splash(equation)}
+    return {(False, EVERY_TICK): stated.flops if stated else _splash(equation)}
   if name.startswith("dot_product_attention_"):
     return {(False, EVERY_TICK): _cudnn(equation)}
   if name == "while":

@@ -8,7 +8,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from maxbatch.conversion.source import Source
-from maxbatch.models.quantization import KERNEL, SCALE, in_int8
+from maxbatch.models.int8 import KERNEL, SCALE, in_int8
 from maxbatch.models.registry import Model, Parameters, build_model, placed
 
 _Flat = dict[tuple[str, ...], Any]
@@ -22,10 +22,10 @@ def read_parameters(source: Source, model: Model, mesh: Mesh) -> Parameters:
   Raises:
     UserError: they are damaged, or another model's.
   """
-  if not model.policy.int8:
+  if not model.policy.int8_weights:
     source.check(model)
     return source.read(model, placed(model, mesh))
-  policy = dataclasses.replace(model.policy, int8=False)
+  policy = dataclasses.replace(model.policy, int8_weights=False)
   stored = build_model(model.config, model.max_target_length, policy=policy)
   source.check(stored)
   wanted, ours = (cast(_Flat, flatten_dict(placed(one, mesh))) for one in (stored, model))

@@ -22,8 +22,8 @@ from maxbatch.errors import UserError, first_of
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.hugging_face.family import Family, Interleaved, Shape, Tensor
 from maxbatch.hugging_face.registry import read_folder
+from maxbatch.models.float8 import AMAX
 from maxbatch.models.lora import ADAPTER
-from maxbatch.models.quantization import AMAX
 from maxbatch.models.registry import Model, Parameters
 
 

@@ -24,9 +24,9 @@ from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import sync_errors
 from maxbatch.hugging_face.registry import is_model_folder, read_folder
+from maxbatch.models.float8 import AMAX
 from maxbatch.models.lora import ADAPTER
 from maxbatch.models.lora import Path as ParameterPath
-from maxbatch.models.quantization import AMAX
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.run_folder.paths import RunFolder
 

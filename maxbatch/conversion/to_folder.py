@@ -31,8 +31,8 @@ from maxbatch.hugging_face.family import Family, Shape, Tensor
 from maxbatch.hugging_face.model_keys import HARMLESS, PLAIN, differing, read_config_json
 from maxbatch.hugging_face.registry import family_for, read_folder
 from maxbatch.models import lora
+from maxbatch.models.float8 import AMAX
 from maxbatch.models.lora import ADAPTER, without_adapters
-from maxbatch.models.quantization import AMAX
 from maxbatch.models.registry import build_model
 from maxbatch.run_folder.progress import ByteProgress
 

@@ -304,6 +304,25 @@ def sums_of_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Ar
   )(*rows)
 
 
+def of_own_tokens(
+  kernel: Callable[..., tuple[jax.Array, ...]], x: jax.Array, *shared: jax.Array
+) -> tuple[jax.Array, ...]:
+  """Runs a kernel, which the compiler divides along no axis, on each device for its own tokens: (B, T, …), of
+  which no axis divides the other dims, and what all tokens share → arrays (B, T, …)."""
+  mesh = jax.sharding.get_abstract_mesh()
+  left = set(mesh.axis_names) - set(mesh.manual_axes)
+  if mesh.size == 1 or not left:
+    return kernel(x, *shared)
+  tokens = auto_axes_spec(("batch", "length"), x.shape[:2])
+  return jax.shard_map(
+    kernel,
+    in_specs=(tokens, *(PartitionSpec() for _ in shared)),
+    out_specs=tokens,
+    axis_names=left,
+    check_vma=False,
+  )(x, *shared)
+
+
 def _sharing_devices() -> int:
   """Returns the devices that share the tokens of a row with this one, inside of a shard_map."""
   mesh = jax.sharding.get_abstract_mesh()

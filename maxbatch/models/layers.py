@@ -20,6 +20,7 @@ from maxbatch.core.terms import Ratio, Stat, Stats, Terms, map_stats
 from maxbatch.data.rows import in_order
 from maxbatch.hardware.compiler_flags import writes_operands
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
+from maxbatch.models.float8 import float8_product
 from maxbatch.models.forms import (
   barrier,
   barrier_gradients,
@@ -28,8 +29,8 @@ from maxbatch.models.forms import (
   projected,
   turned_product,
 )
+from maxbatch.models.int8 import by_int8_weights, int8_product
 from maxbatch.models.probes import Probe, for_each_row, given_out, probe, probe_values, product
-from maxbatch.models.quantization import float8_product, int8_product
 from maxbatch.models.remat import named
 from maxbatch.precision.policy import PLAIN, Policy
 
@@ -190,12 +191,12 @@ class Projection(nnx.Module):
 
   def quantize(self) -> None:
     """Adds the buffer that products in eight bits need by the policy; in stacked layers, as a whole, one for
-    each. A kernel in int8 then waits for its values, see models/quantization.py."""
+    each. A kernel in int8 then waits for its values, see models/int8.py."""
     axes = self.kernel.axes
     layers = self.kernel.shape[: self.kernel.ndim - len(axes)]
     if self.policy.float8:
       self.amax = buffer(0.0, (*layers, 3), (None,))
-    if self.policy.int8:
+    if self.policy.int8_weights:
       self.kernel.set_value(self.kernel[...].astype(jnp.int8))
       self.int8_scale = buffer(1.0, (*layers, *self.out_shape), axes[len(self.in_shape) :])
 
@@ -207,8 +208,10 @@ class Projection(nnx.Module):
     if self.amax is not None and name == "kernel":
       return float8_product(x, parameter[...], self.amax[...], num_inputs, axes)
     if self.int8_scale is not None and name == "kernel":
-      return int8_product(x, parameter[...], self.int8_scale[...], num_inputs, axes)
+      return by_int8_weights(x, parameter[...], self.int8_scale[...], num_inputs, axes)
     probe = probe_values(self.probe, name)
+    if self.policy.int8 and name == "kernel":
+      return int8_product(x, self.policy.cast(parameter[...]), num_inputs, probe, axes)
     if probe is not None:
       return product(x, parameter.ready(self.policy), num_inputs, probe, axes)
     if is_turned(axes, parameter.shape):

@@ -179,15 +179,26 @@ def _product_backward(num_inputs, axes, kept, d_y):
   x, kernel, probe_BS = kept
   # Not by vjp: it would form the product itself once more, for nobody.
   (d_x,) = jax.linear_transpose(lambda x: projected(x, kernel, num_inputs), x)(d_y)
+  return d_x, *measured_gradient(x, d_y, kernel, num_inputs, probe_BS, axes)
+
+
+def measured_gradient(
+  x: jax.Array,
+  d_y: jax.Array,
+  kernel: jax.Array,
+  num_inputs: int,
+  probe_BS: jax.Array,
+  axes: LogicalAxes,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the gradient of a kernel of logical `axes`, and that of its probe (B, S)."""
   K, L = (math.prod(part) for part in (kernel.shape[:num_inputs], kernel.shape[num_inputs:]))
   gradient = _ghost if is_ghost(x.shape[1], K, L) else _simultaneous
 
-  def of_rows(x, d_y):
+  def of_rows(x: jax.Array, d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
     total, squares_BS = gradient(kernel.shape, axes, probe_BS.shape[1], x, d_y)
     return total.astype(kernel.dtype), squares_BS
 
-  d_kernel, squares_BS = sum_over_rows(of_rows, axes, kernel.shape, x, d_y)
-  return d_x, d_kernel, squares_BS
+  return sum_over_rows(of_rows, axes, kernel.shape, x, d_y)
 
 
 product.defvjp(

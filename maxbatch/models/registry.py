@@ -26,10 +26,10 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, sharding
 from maxbatch.models import transformer
 from maxbatch.models.cache import Cache, Decode
+from maxbatch.models.float8 import AMAX, with_weights
 from maxbatch.models.layers import Buffer, Norm, Outputs, Parameter, Projection, outputs_of
 from maxbatch.models.lora import ADAPTER, Path, add_adapters, frozen_paths
 from maxbatch.models.probes import Probe, TiedProbe, exponent_probe, probe_of
-from maxbatch.models.quantization import AMAX, with_weights
 from maxbatch.precision.policy import PLAIN, Policy
 
 Parameters = dict[str, Any]

@@ -86,9 +86,11 @@ class Policy:
   reduction: Format = FLOAT32
   """In which gradients are summed over microbatches and devices."""
   float8: bool = False
-  """Whether projections multiply in float8, see models/quantization.py."""
+  """Whether projections multiply in float8, see models/float8.py."""
   int8: bool = False
-  """Whether projections, of a model that samples, have weights in int8, see models/quantization.py."""
+  """Whether projections multiply in int8, see models/int8.py."""
+  int8_weights: bool = False
+  """Whether projections, of a model that samples, have weights in int8 instead."""
   weight_rounding: Literal["none", "stochastic", "nearest"] = "none"
   """How updated weights are rounded where their format is narrower than the update."""
 
@@ -122,8 +124,8 @@ class Policy:
     parts = [f"computes in {self.compute.name}{emulated}", f"weights in {self.parameters.name}"]
     if self.weight_rounding != "none":
       parts.append(f"rounded {_ROUNDED[self.weight_rounding]}")
-    if self.float8:
-      parts.append("projections in float8")
+    if self.float8 or self.int8:
+      parts.append(f"projections in {'float8' if self.float8 else 'int8'}")
     if self.gradients != FLOAT32:
       parts.append(f"gradients in {self.gradients.name}")
     return ", ".join(parts)
@@ -192,6 +194,12 @@ def policy_of(config: PrecisionConfig) -> Policy:
   )
 
 
+def sampling_policy_of(config: PrecisionConfig) -> Policy:
+  """Returns the policy of a model that only samples: with quantization=int8 its weights are in int8."""
+  policy = policy_of(config)
+  return dataclasses.replace(policy, int8=False, int8_weights=policy.int8)
+
+
 def check_range(model: ModelConfig, policy: Policy) -> None:
   """Refuses a model whose activations exceed what the format of the computation can hold.
 
@@ -207,16 +215,11 @@ def check_range(model: ModelConfig, policy: Policy) -> None:
 
 
 def check_quantization(config: Config, policy: Policy) -> None:
-  """Refuses weights in int8 in training, and products in float8 beside what they have not been built for.
+  """Refuses products in float8 beside what they have not been built for.
 
   Raises:
     UserError: naming the key, and a value that works.
   """
-  if policy.int8:
-    raise UserError(
-      "quantization=int8: weights in int8 are for `maxbatch sample` alone, as an update is smaller than "
-      "their steps; quantization=fp8 trains in eight bits, quantization=none in dtype"
-    )
   if not policy.float8:
     return
   lora, trainable = config.model.lora_rank, list(config.optimizer.trainable)

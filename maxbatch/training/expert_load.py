@@ -18,8 +18,8 @@ from maxbatch.core.terms import Stats, Sum
 from maxbatch.core.train_step import StepResult, StepState
 from maxbatch.errors import UserError
 from maxbatch.models.experts import LOAD, TOKENS, has_load
+from maxbatch.models.float8 import next_amax
 from maxbatch.models.lora import Path
-from maxbatch.models.quantization import next_amax
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.model_parts import to_stage_order

@@ -322,8 +322,8 @@ class PrecisionConfig(Section, heading="precision"):
   """Format to which a microbatch's gradients are rounded before they are summed in float32;
   float32: not rounded."""
   quantization: Literal["none", "fp8", "int8"] = key("none", FIXED)
-  """fp8: projections multiply in float8 (docs/precision.md); int8, for `maxbatch sample` alone:
-  their weights are stored in int8; none: in dtype."""
+  """fp8, int8: projections multiply in eight bits (docs/precision.md); in `maxbatch sample` int8
+  is the format of their weights alone; none: in dtype."""
   loss_scale: LossScale | Literal["auto", "none", "dynamic"] = key("auto", CHANGEABLE)
   """Factor of the loss gradient, divided out again: a number, dynamic (shrinks when gradients
   overflow) or none; auto: dynamic with float16 (docs/precision.md)."""

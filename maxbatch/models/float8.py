@@ -1,4 +1,4 @@
-"""Products in eight bits: of activations and weights in float8 in training, by weights in int8 in sampling.
+"""Products of activations and weights in float8.
 
 In float8 a projection multiplies x·W forward, and dy·Wᵀ and xᵀ·dy backward. Each operand is multiplied by a scale of
 its tensor, a power of two, rounded to a float8 format, multiplied with sums in float32, and divided by the
@@ -10,10 +10,6 @@ Transformer Engine, of which each projection keeps a buffer. Here these are maxi
 the gradient that differentiation reports for the buffer is what a microbatch's rows have at most, and the
 step takes the largest instead of the sum. So microbatches, devices and dispatches all multiply by the same
 scales, which no split of a batch changes. That of W follows from W as it is.
-
-In int8 are the weights alone, whole numbers from −127 to 127 and a scale for each output, as in LLM.int8()
-(Dettmers et al. 2022, arxiv.org/abs/2208.07339): x·W = (x·W₈)·scale. They take half of bfloat16's bytes,
-which each new token reads once.
 
 B rows, T tokens.
 """
@@ -29,12 +25,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
-from maxbatch.models.forms import barrier, is_for_gpu, is_for_tpu, is_turned, projected
+from maxbatch.models.forms import barrier, is_for_gpu, is_for_tpu, is_turned
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
-KERNEL, SCALE = "kernel", "int8_scale"
-"""In parameters: a projection's weights, and what those in int8 are multiplied by."""
-_LARGEST = 127
 AMAX = "amax"
 """In parameters: a projection's buffer of the largest magnitudes of x, dy and W."""
 _KEPT = 0.5
@@ -66,7 +59,7 @@ def with_weights(parameters: dict[str, Any], paths: Collection[tuple[str, ...]])
     return parameters
   flat = cast(dict[tuple[str, ...], jax.Array], flatten_dict(parameters))
   for path in sorted(paths):  # In the same order in all processes, and in the next one.
-    lead, kernel = flat[path].ndim - 1, lax.stop_gradient(flat[*path[:-1], KERNEL])
+    lead, kernel = flat[path].ndim - 1, lax.stop_gradient(flat[*path[:-1], "kernel"])
     of_weights = jnp.abs(kernel).max(range(lead, kernel.ndim))
     flat[path] = flat[path].at[..., 2].set(of_weights.astype(jnp.float32))
   return unflatten_dict(flat)
@@ -155,28 +148,3 @@ def _product(
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
   dims = (tuple(of_a), tuple(of_b)), ((), ())
   return lax.dot_general(a, b, dims, preferred_element_type=dtype) * (1 / scale).astype(dtype)
-
-
-def in_int8(kernel: jax.Array, num_outputs: int, num_layers: int) -> dict[str, jax.Array]:
-  """Returns a kernel (*layers, *in, *out) as whole numbers, and scales (*layers, *out) in float32.
-
-  Args:
-    kernel: as it is trained.
-    num_outputs: dims of the outputs.
-    num_layers: dims of stacked layers.
-  """
-  kernel = kernel.astype(jnp.float32)
-  inputs = range(num_layers, kernel.ndim - num_outputs)
-  scale = jnp.abs(kernel).max(inputs, keepdims=True) / _LARGEST
-  # A column of zeros stays one, whatever its scale.
-  scale = jnp.where(scale > 0, scale, 1.0)
-  return {KERNEL: jnp.round(kernel / scale).astype(jnp.int8), SCALE: scale.squeeze(tuple(inputs))}
-
-
-def int8_product(
-  x: jax.Array, kernel: jax.Array, scale: jax.Array, num_inputs: int, axes: LogicalAxes
-) -> jax.Array:
-  """Multiplies as `projected`: (B, T, *in) → (B, T, *out), by whole numbers (*in, *out) of logical `axes`
-  and scales (*out)."""
-  y = projected(x, gathered(kernel, axes).astype(x.dtype), num_inputs)
-  return y * jnp.expand_dims(scale.astype(x.dtype), range(y.ndim - scale.ndim))
