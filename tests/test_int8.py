@@ -158,6 +158,22 @@ def test_products_and_gradients_are_near_those_in_full(inputs, outputs):
   np.testing.assert_array_equal(squares_BS, squares_full_BS)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_not_rounded_away(bad):
+  x = np.ones((1, 3, 4), np.float32)
+  x[0, 1, 2] = bad
+  axes = (None, None)
+  with jax.sharding.use_abstract_mesh(mesh().abstract_mesh):
+    y, backward = jax.vjp(
+      lambda x: int8_product(x, jnp.ones((4, 4)), 1, None, axes), jnp.ones_like(x)
+    )
+    y_bad = int8_product(jnp.asarray(x), jnp.ones((4, 4)), 1, None, axes)
+  (d_x,) = backward(jnp.asarray(x))
+  assert np.isfinite(y).all()
+  for result in (y_bad, d_x):
+    assert np.isfinite(result).all(-1).tolist() == [[True, False, True]]
+
+
 @pytest.mark.parametrize("shape", [(2, 300, 128), (1, 40, 4, 128), (3, 1, 256)])
 @pytest.mark.parametrize("has_factor", [False, True])
 def test_the_kernel_rounds_as_the_compiler_does(shape, has_factor):

@@ -14,6 +14,7 @@ B rows, T tokens, N heads, H width of a head, or of all of a token; M tokens of 
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,8 +85,8 @@ def _of_outputs(scale: jax.Array, ndim: int) -> jax.Array:
 def _scale(x: jax.Array, dims: Sequence[int]) -> jax.Array:
   """Returns the scales that numbers along `dims` share, with 1 for these."""
   largest = jnp.abs(x).max(dims, keepdims=True).astype(jnp.float32)
-  # Zeros stay zeros, whatever their scale.
-  return jnp.where(largest > 0, largest / _LARGEST, 1.0)
+  # Zeros stay zeros, whatever their scale; what is not finite makes a scale that is not, and so a product.
+  return jnp.where(largest == 0, 1.0, largest / _LARGEST)
 
 
 def _whole(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -104,8 +105,9 @@ def _by_token(
   """Returns x, times a factor for each number along `dims` if there is one, as whole numbers and the scales
   of tokens (B, T)."""
   factors = [] if factor is None else [factor]
-  # A kernel cannot have the maximum of what devices divide.
-  if is_for_tpu() and auto_axis_sizes()["tensor"] == 1:
+  # A kernel cannot have the maximum of what devices divide, nor more of a token than a block holds.
+  fits = _TOKENS[-1] * math.prod(x.shape[dim] for dim in dims) <= _BLOCK
+  if fits and is_for_tpu() and auto_axis_sizes()["tensor"] == 1:
     numbers, scale = of_own_tokens(rounded_tokens, x, *factors)
     return numbers, scale
   for each in factors:
