@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from initial_states import initial_state, random_parameters
-from support import config, configured, error, in_microbatches, mesh, uneven_rows
+from initial_states import quantized_steps, random_parameters
+from support import config, configured, error, mesh
 
 from maxbatch.errors import UserError
 from maxbatch.models.float8 import (
@@ -22,38 +22,19 @@ from maxbatch.models.float8 import (
 from maxbatch.models.forms import projected
 from maxbatch.models.registry import build_model
 from maxbatch.precision.policy import check_quantization, policy_of
-from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.step import Trainer, rows_shardings, step_function
 
-T, ROWS = 16, 32
+T = 16
 
 
 def after_two_steps(axes=(1, 1, 1), k=1, *, streamed=False):
   """The magnitudes after each of two steps, and what these added to all parameters."""
-  settings = config(dropout_rate=0.0, opt_type="sgd", quantization="fp8")
-  model = build_model(settings.model, T, policy=policy_of(settings.precision))
-  optimizer = make_optimizer(settings.optimizer, model.axes(), k if streamed else 1)
-  trainer = Trainer(model, optimizer, mesh(*axes), jax.random.key(7), streamed=streamed)
-  begun = random_parameters(model)
-  jax.tree_util.tree_map_with_path(
-    lambda path, leaf: leaf.fill(0) if path[-1].key == "amax" else None, begun
-  )
-  state, found, function = initial_state(trainer, begun), [], None
-  for seed in (0, 1):
-    fed = in_microbatches(uneven_rows(ROWS, T, seed), k, k)
-    for part in (
-      [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)] if streamed else [fed]
-    ):
-      function = function or step_function(trainer, part)
-      placed = jax.device_put(part, rows_shardings(part, trainer.mesh))
-      count = None if streamed else np.int32(k)
-      state, _ = function(state, placed, count, np.float32(1e-2))
-    found.append(magnitudes(state.params))
-  return found, jax.tree.map(np.subtract, jax.device_get(state.params), begun)
+  steps = list(quantized_steps("fp8", (0, 1), axes, k, streamed=streamed))
+  begun, after = steps[-1]
+  return [magnitudes(params) for _, params in steps], jax.tree.map(np.subtract, after, begun)
 
 
 def magnitudes(params):
-  leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(params))
+  leaves = jax.tree_util.tree_leaves_with_path(params)
   return {jax.tree_util.keystr(path): leaf for path, leaf in leaves if path[-1].key == "amax"}
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from initial_states import initial_state, random_parameters
-from support import config, configured, error, in_microbatches, mesh, uneven_rows
+from initial_states import quantized_steps
+from support import configured, error, mesh
 from test_sampling import FAMILIES, GREEDY, LENGTH, LETTERS, TEXTS, prompts
 from tiny_model import loud_parameters, tiny_model
 
@@ -20,10 +20,6 @@ from maxbatch.models.probes import product
 from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.precision.policy import policy_of, sampling_policy_of
 from maxbatch.sampling.sampler import Sampler, sample
-from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.step import Trainer, rows_shardings, step_function
-
-T, ROWS = 16, 32
 
 
 @dataclasses.dataclass
@@ -103,21 +99,8 @@ def test_a_kernel_is_rounded_by_output_and_zeros_stay():
 @functools.cache
 def after_a_step(axes=(1, 1, 1), k=1, *, streamed=False):
   """What a step with products in int8 added to all parameters."""
-  settings = config(dropout_rate=0.0, opt_type="sgd", quantization="int8")
-  model = build_model(settings.model, T, policy=policy_of(settings.precision))
-  optimizer = make_optimizer(settings.optimizer, model.axes(), k if streamed else 1)
-  trainer = Trainer(model, optimizer, mesh(*axes), jax.random.key(7), streamed=streamed)
-  begun = random_parameters(model)
-  state, function = initial_state(trainer, begun), None
-  fed = in_microbatches(uneven_rows(ROWS, T, 2), k, k)
-  for part in (
-    [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)] if streamed else [fed]
-  ):
-    function = function or step_function(trainer, part)
-    placed = jax.device_put(part, rows_shardings(part, trainer.mesh))
-    count = None if streamed else np.int32(k)
-    state, _ = function(state, placed, count, np.float32(1e-2))
-  return jax.tree.map(np.subtract, jax.device_get(state.params), begun)
+  ((begun, after),) = quantized_steps("int8", (2,), axes, k, streamed=streamed)
+  return jax.tree.map(np.subtract, after, begun)
 
 
 @pytest.mark.parametrize(
@@ -160,17 +143,17 @@ def test_products_and_gradients_are_near_those_in_full(inputs, outputs):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_not_rounded_away(bad):
-  x = np.ones((1, 3, 4), np.float32)
+  x, kernel = np.ones((1, 3, 4), np.float32), jnp.ones((4, 4))
   x[0, 1, 2] = bad
-  axes = (None, None)
+
+  def multiply(x):
+    return jnp.asarray(int8_product(x, kernel, 1, None, (None, None)))
+
   with jax.sharding.use_abstract_mesh(mesh().abstract_mesh):
-    y, backward = jax.vjp(
-      lambda x: int8_product(x, jnp.ones((4, 4)), 1, None, axes), jnp.ones_like(x)
-    )
-    y_bad = int8_product(jnp.asarray(x), jnp.ones((4, 4)), 1, None, axes)
-  (d_x,) = backward(jnp.asarray(x))
+    y, backward = jax.vjp(multiply, jnp.ones_like(x))
+    results = multiply(jnp.asarray(x)), *backward(jnp.asarray(x))
   assert np.isfinite(y).all()
-  for result in (y_bad, d_x):
+  for result in results:
     assert np.isfinite(result).all(-1).tolist() == [[True, False, True]]
 
 

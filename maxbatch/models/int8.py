@@ -203,12 +203,8 @@ def in_int8(kernel: jax.Array, num_outputs: int, num_layers: int) -> dict[str, j
     num_outputs: dims of the outputs.
     num_layers: dims of stacked layers.
   """
-  kernel = kernel.astype(jnp.float32)
-  inputs = range(num_layers, kernel.ndim - num_outputs)
-  scale = jnp.abs(kernel).max(inputs, keepdims=True) / _LARGEST
-  # A column of zeros stays one, whatever its scale.
-  scale = jnp.where(scale > 0, scale, 1.0)
-  return {KERNEL: jnp.round(kernel / scale).astype(jnp.int8), SCALE: scale.squeeze(tuple(inputs))}
+  numbers, scale = _rounded(kernel, tuple(range(num_layers, kernel.ndim - num_outputs)))
+  return {KERNEL: numbers, SCALE: scale}
 
 
 def by_int8_weights(
