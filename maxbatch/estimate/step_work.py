@@ -23,6 +23,7 @@ from maxbatch.config.schema import (
   query_dim,
 )
 from maxbatch.core.topology import Topology
+from maxbatch.estimate.attention_blocks import attention_block
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.flops import tokens_seen
 from maxbatch.hugging_face.model_keys import layer_types
@@ -38,7 +39,6 @@ _SMALLEST_TILE = 64 * 2**20
 """Bytes of logits that a tile of the loss has at least, where there are so many (training/tiles.py)."""
 _LARGEST_KEPT, _SMALLEST_ON_GPU, _LARGEST_ON_GPU = 512, 4096, 2**30
 """Tokens that it has at most where gradients are kept, and at least on GPUs; bytes that it has there at most."""
-_KERNEL_BLOCKS = (512, 384, 256, 128)
 _KERNEL_PRODUCTS = {"forward": 2, "backward": 7}
 """Products of T × T × H in attention kernels: backward, for queries (3), keys and values (4), with weights anew."""
 
@@ -380,10 +380,11 @@ def _tile_bytes(work: StepWork, chip: Chip, M: float, ways: int) -> float:
 def _kernels(work: StepWork, chip: Chip, M: float, ways: int, *, again: bool) -> float:
   """Returns FLOPs of the attention kernels of all layers as the matrix unit does them."""
   c, length = work.model, -(-work.length // 128) * 128
-  block = next(size for size in _KERNEL_BLOCKS if length % size == 0)
-  rows = length // block
+  head_bytes = query_dim(c) * work.compute_bytes
   executed = 0.0
   for window, layers in work.windows.items():
+    block = attention_block(chip.device_kind, length, length, window, head_bytes)
+    rows = length // block
     # Blocks that a block of queries meets: on and below the diagonal, or as far as the window reaches.
     reach = min(rows, -(-(window - 1) // block) + 1) if window else rows
     blocks = reach * rows - reach * (reach - 1) / 2

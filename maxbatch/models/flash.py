@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from maxbatch.config.schema import ModelConfig, is_latent
 from maxbatch.data.rows import in_order, whole_in_order
 from maxbatch.errors import UserError
+from maxbatch.estimate.attention_blocks import USUAL, attention_block
 from maxbatch.hardware.devices import Device
 from maxbatch.hardware.sharding import auto_axes_spec, auto_axis_sizes
 from maxbatch.models.context_attention import over_own_heads
@@ -33,10 +34,6 @@ it, with soft_cap too."""
 
 _LANES = 128
 """Tokens in the smallest block the TPU kernel works on."""
-
-_BLOCKS = (512, 384, 256, 128)
-"""Blocks of tokens, the best first: larger ones keep the matrix unit busier. The largest still fits
-in the vector memory of a v5e and a v6e with head_dim=256 in float32."""
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
@@ -204,7 +201,9 @@ def flash_attention_to_all_keys(
   places_T = np.arange(T) if order_T is None else order_T
   back_T = np.argsort(places_T)
   own_heads = N // sizes["tensor"] if N % sizes["tensor"] == 0 else N
-  kernel = _splash_kernel(own_heads, places_T, window, soft_cap, shards=D, interpret=interpret)
+  kernel = _splash_kernel(
+    own_heads, q_BTNH, places_T, window, soft_cap, shards=D, interpret=interpret
+  )
   # Of this axis alone: jax (0.12) finds no shape of a shard on a mesh with axes that a shard_map has taken.
   by_shard = NamedSharding(AbstractMesh((D,), ("context",)), PartitionSpec(None, "context"))
   others = [(kernel, kernel.manual_sharding_spec(by_shard))]
@@ -259,7 +258,7 @@ def tpu_attention(
   segments = None if segment_ids_BT is None else _splash().SegmentIds(*(pad(segment_ids_BT),) * 2)
   scaled = q_BTNH / math.sqrt(H), k_BSKH, v_BSKH
   q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(pad(x), 1, 2) for x in scaled)
-  kernel = _splash_kernel(N, np.arange(length), window, soft_cap, interpret=interpret)
+  kernel = _splash_kernel(N, q_BTNH, np.arange(length), window, soft_cap, interpret=interpret)
   out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments, sink_BN)
   return jnp.swapaxes(out_BNTH, 1, 2)[:, :T]
 
@@ -324,6 +323,7 @@ def _masks() -> tuple[Any, Any]:
 
 def _splash_kernel(
   num_heads: int,
+  q_BTNH: jax.Array,
   places_T: np.ndarray,
   window: int,
   soft_cap: float,
@@ -331,22 +331,27 @@ def _splash_kernel(
   shards: int = 1,
   interpret: bool,
 ) -> Any:
-  """Returns the kernel for queries at these places of a row, divided over devices; it skips blocks that the
-  mask leaves empty."""
+  """Returns the kernel for queries like these at these places of a row, divided over devices; it skips
+  blocks that the mask leaves empty."""
   length = len(places_T)
   shape = length, length
   splash, (seen_before, seen_in_window) = _splash(), _masks()
   mask = seen_in_window(shape, window) if window else seen_before(shape)
   mask.q_sequence = places_T.astype(np.int32)
   part = length // (2 * shards) if shards > 1 else length
-  X = next(block for block in _BLOCKS if part % block == 0)
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  head_bytes = q_BTNH.shape[-1] * q_BTNH.dtype.itemsize
+  X = attention_block(device.device_kind if device else "", length, part, window, head_bytes)
+  at_once = min(X, USUAL)
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask] * num_heads),
     block_sizes=splash.BlockSizes(
       block_q=X,
       block_kv=X,
+      block_kv_compute=at_once,
       block_q_dkv=X,
       block_kv_dkv=X,
+      block_kv_dkv_compute=at_once,
       block_q_dq=X,
       block_kv_dq=X,
     ),
