@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from maxbatch.config.load import load_config
-from maxbatch.core.train_step import DivideState, StepOptimizer, divide
+from maxbatch.core.train_step import NormState, StepOptimizer, mean_clipped, measure_norm
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models.registry import Parameters
@@ -106,8 +106,8 @@ def steps(rule: StepOptimizer, gradients: list[Any], params: Any = PARAMS) -> An
 
 
 def grad_norm(state: optax.MultiStepsState) -> float:
-  leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, DivideState))
-  return next(float(leaf.grad_norm) for leaf in leaves if isinstance(leaf, DivideState))
+  leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, NormState))
+  return next(float(leaf.grad_norm) for leaf in leaves if isinstance(leaf, NormState))
 
 
 def scaled(values: Parameters, factor: float) -> Parameters:
@@ -134,13 +134,40 @@ def by_hand(rule: optax.GradientTransformation, gradients: list[Any]) -> Any:
   return params
 
 
-def test_sums_are_divided_by_their_weight():
-  rule = divide()
-  result: tuple[Any, Any] = rule.update(
-    {"w": jnp.array([6.0, 8.0])}, rule.init(PARAMS), divisor=jnp.float32(2.0)
-  )
-  np.testing.assert_array_equal(result[0]["w"], [3.0, 4.0])
-  assert float(result[1].grad_norm) == 5.0
+SUMS = {"w": jnp.array([6.0, 8.0])}
+
+
+@pytest.mark.parametrize(
+  ("clip_norm", "expected"), [(0.0, [3.0, 4.0]), (6.0, [3.0, 4.0]), (1.0, [0.6, 0.8])]
+)
+def test_sums_are_divided_by_their_weight_and_clipped(clip_norm, expected):
+  rule = optax.chain(measure_norm(), mean_clipped(clip_norm))
+  result: tuple[Any, Any] = rule.update(SUMS, rule.init(PARAMS), divisor=jnp.float32(2.0))
+  np.testing.assert_allclose(result[0]["w"], expected, rtol=1e-6)
+  assert float(result[1][0].grad_norm) == 5.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_sums_that_are_not_finite_stay_so(bad):
+  rule = optax.chain(measure_norm(), mean_clipped(1.0))
+  sums = {"w": jnp.array([6.0, bad])}
+  result: tuple[Any, Any] = rule.update(sums, rule.init(PARAMS), divisor=jnp.float32(2.0))
+  assert not np.isfinite(result[0]["w"][1])
+  assert not np.isfinite(result[1][0].grad_norm)
+
+
+def test_an_update_divides_and_clips_on_the_way_to_its_moments():
+  sums, divisor = {"w": jnp.ones((256, 1024))}, jnp.float32(2.0)
+
+  def bytes_of(*clipping: optax.GradientTransformationExtraArgs) -> float:
+    rule = optax.chain(*clipping, optax.scale_by_adam())
+    update = jax.jit(lambda sums, state, by: rule.update(sums, state, divisor=by))
+    cost: Any = update.lower(sums, rule.init(sums), divisor).compile().cost_analysis()
+    return cost["bytes accessed"]
+
+  clip = optax.with_extra_args_support(optax.clip_by_global_norm(1.0))
+  in_turn = bytes_of(measure_norm(), mean_clipped(), clip)
+  assert bytes_of(measure_norm(), mean_clipped(1.0)) < in_turn - 2 * sums["w"].nbytes
 
 
 def test_a_step_of_padding_only_has_gradient_zero():
