@@ -386,16 +386,17 @@ def test_policies_are_explored_beside_the_sizes():
   settings = exploring("{explore: {min: 2, max: 16}}", remat_policy="explore")
 
   def probe(candidate: Candidate) -> ProbeResult:
-    factor = {"none": 4, "minimal": 2, "full": 1}.get(str(candidate.remat_policy), 99)
+    factor = {"none": 4, "minimal": 3, "full": 1}.get(str(candidate.remat_policy), 2)
     peak = factor * int(candidate.per_device) * GIB
-    slower = {"none": 0.0, "minimal": 0.1, "full": 9.0}.get(str(candidate.remat_policy), 0.0)
-    seconds = float(candidate.per_device) + slower / factor
+    slower = {"none": 0.0, "minimal": 0.1, "full": 1.0}.get(str(candidate.remat_policy), 0.9)
+    seconds = float(candidate.per_device) + slower
     return ProbeResult(peak, 16 * GIB, peak <= 16 * GIB, seconds)
 
   result, found = explore_sizes(settings, place(), probe, say=lambda line: None)
   assert found.total == 4 * 9  # all but those that offload, for which CPUs have nowhere
   assert (result.batch.micro_batch_size, result.model.remat_policy) == (4, "none")
-  assert {one.candidate.remat_policy for one in found.ranked} == {"none", "minimal", "full"}
+  assert {one.candidate.remat_policy for one in found.ranked} >= {"none", "full"}
+  assert len(found.tried) < found.total / 2
 
 
 @pytest.mark.parametrize("keys", [{"micro_batch_size": 4}, {"micro_batch_size": "auto"}])

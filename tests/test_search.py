@@ -183,8 +183,11 @@ def test_nothing_fits():
 
 
 def explored(candidates: list[Candidate], machine: Machine) -> tuple[list[str], Exploration]:
+  """Returns what is said after each candidate, and what is known at the end."""
   lines: list[str] = []
-  return lines, explore(candidates, machine, SUGGESTED_FIXES, lines.append)
+  result = explore(candidates, machine, SUGGESTED_FIXES, lines.append)
+  assert [line.startswith("INFO: Trying ") for line in lines] == [True, False] * len(machine.asked)
+  return lines[1::2], result
 
 
 def test_lines_as_it_goes():
@@ -208,6 +211,18 @@ def test_lines_as_it_goes():
   assert result.best.size == "4"
 
 
+def test_each_candidate_is_named_before_it_is_tried():
+  lines: list[str] = []
+  explore(sizes(1, 2, 4, 8, 16, batch=32), Machine(linear), SUGGESTED_FIXES, lines.append)
+  assert lines[::2] == [
+    "INFO: Trying micro_batch_size: 2 (1 of 5)",
+    "INFO: Trying micro_batch_size: 4 (2 of 5)",
+    "INFO: Trying micro_batch_size: 8 (3 of 5)",
+    # 8 does not fit, nor does 16.
+    "INFO: Trying micro_batch_size: 1 (4 of 4)",
+  ]
+
+
 def test_what_is_measured_says_so():
   lines, _ = explored(sizes(2), Machine(linear))
   assert "measured performance: 1.00x base, exploration progress: 100%, conf" in lines[0]
@@ -222,7 +237,7 @@ def test_a_time_that_is_not_known_is_said_to_be():
 
   lines: list[str] = []
   result = explore(sizes(2, 4), probe, SUGGESTED_FIXES, lines.append)
-  for line, size in zip(lines, (2, 4), strict=True):
+  for line, size in zip(lines[1::2], (2, 4), strict=True):
     assert f"micro_batch_size: {size}, measured performance: not known, expl" in line
   first, last = result.ranked
   assert (first.size, last.size) == ("4", "2")

@@ -1,4 +1,7 @@
-"""explore: every microbatch in the range, the best so far said after each, all ranked at the end."""
+"""explore: every microbatch in the range, the best so far said after each, all ranked at the end.
+
+With policies or flags beside the sizes, what grid_search.py finds worth a compilation.
+"""
 
 import contextlib
 import dataclasses
@@ -10,20 +13,25 @@ from typing import Any
 from maxbatch.batch.from_config import is_rl, mesh_of
 from maxbatch.command_line.screen import Table
 from maxbatch.config.schema import Config
-from maxbatch.core.keys import text
+from maxbatch.core.keys import counted, text
 from maxbatch.core.topology import Topology, row_shares
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import EXPLORE, NONE, explored
 from maxbatch.hardware.devices import Device
 from maxbatch.models.remat import POLICIES, offload_obstacle
 from maxbatch.tuning.candidates import Candidate, with_policy
-from maxbatch.tuning.search import ProbeSize, Tried, nothing_fits, search
+from maxbatch.tuning.grid_search import INTERACTION, Grid, LeftOut, misfit
+from maxbatch.tuning.search import ProbeSize, Tried, name_of, nothing_fits, search
 
 _GUESSED_TOKENS = 2048
 """Tokens of a microbatch on a device that are worth a first look: matrix products of that many rows
 keep a device busy, and a large model rarely fits with many more."""
 MOST_CONFIDENCE = 99
 """A compiler or a clock that saw a few steps is never quite the run itself."""
+
+
+_SHOWN = 4
+"""Candidates not tried for one reason that are named below the table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +49,8 @@ class Exploration:
   total: int
   tried: tuple[Tried, ...] = ()
   skipped: tuple[Skipped, ...] = ()
+  left_out: tuple[LeftOut, ...] = ()
+  """Those that are not worth a probe."""
 
   @property
   def ranked(self) -> list[Tried]:
@@ -55,21 +65,23 @@ class Exploration:
 
   @property
   def share_explored(self) -> float:
-    """The share of the exploration that is done, 0 to 1."""
-    return (len(self.tried) + len(self.skipped)) / self.total
+    """The share of the exploration that is done, 0 to 1: of the candidates that are not left out."""
+    return (len(self.tried) + len(self.skipped)) / (self.total - len(self.left_out))
 
   @property
   def confidence(self) -> int:
     """The percentage of certainty, 0 to 99, that no other candidate is faster.
 
-    The product of three shares, of 99: the candidates explored; the model's work that the best
-    one's time accounts for (1 where it was measured); and the chance that the best is truly faster
+    The product of these shares, of 99: the candidates explored; the model's work that the best
+    one's time accounts for (1 where it was measured); the chance that the best is truly faster
     than the second, Φ((a − b) / s), where a and b are their samples per second and s joins the
-    spreads of both (1/2 for equals, 1 where times have no spread).
+    spreads of both (1/2 for equals, 1 where times have no spread); and the chance that it is faster
+    than what the nearest of those left out is expected to reach, where s is the error of that.
     """
     if self.best is None:
       return 0
     share = self.share_explored * self.best.probe.coverage * _chance_of_order(self.ranked[:2])
+    share *= self._chance_of_rest()
     return math.floor(MOST_CONFIDENCE * min(share, 1.0))
 
   def __str__(self) -> str:
@@ -89,11 +101,12 @@ class Exploration:
       ("", *_start_of_row(one.candidate), f"does not fit: {one.probe.memory}")
       for one in self._too_large()
     ]
-    rows += [
-      ("", *_start_of_row(one.candidate), f"does not fit (as {one.smaller.size})")
-      for one in self.skipped
-    ]
-    return "\n".join([*Table(head, rows).lines(indent=""), *self._notes()])
+    if not self.left_out:
+      rows += [
+        ("", *_start_of_row(one.candidate), f"does not fit (as {one.smaller.size})")
+        for one in self.skipped
+      ]
+    return "\n".join([*Table(head, rows).lines(indent=""), *self._left_out(), *self._notes()])
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the table as plain values: numbers are numbers, fractions text."""
@@ -102,11 +115,35 @@ class Exploration:
       "confidence": self.confidence,
       "fitting": [one.as_dict() for one in self.ranked],
       "not_fitting": [one.as_dict() for one in self._too_large()]
-      + [{one.candidate.key: text(one.candidate.size)} for one in self.skipped],
+      + [_named(one.candidate) for one in self.skipped],
+      "left_out": [_named(one.candidate) | {"why": one.why} for one in self.left_out],
     }
 
   def _too_large(self) -> list[Tried]:
     return [one for one in self.tried if not one.probe.fits]
+
+  def _chance_of_rest(self) -> float:
+    """Returns the chance that the best is faster than the nearest of those left out."""
+    assert self.best is not None
+    best = self.best.samples_per_second
+    expected = max((one.expected or 0.0 for one in self.left_out), default=0.0)
+    lead = (best / expected - 1) / INTERACTION if expected else math.inf
+    return 0.5 * (1 + math.erf(lead / math.sqrt(2)))
+
+  def _left_out(self) -> list[str]:
+    """Returns a line for each reason for which candidates are left out."""
+    if not self.left_out:
+      return []
+    reasons: dict[str, list[str]] = {}
+    for one in self.skipped:
+      why = f"does not fit, as {name_of(one.smaller.candidate)}"
+      reasons.setdefault(why, []).append(name_of(one.candidate))
+    for one in self.left_out:
+      reasons.setdefault(one.why, []).append(name_of(one.candidate))
+    return [
+      f"Tried: {len(self.tried)} of {counted(self.total, 'candidate')}. Not tried:",
+      *(f"  {_listed(names)}: {why}" for why, names in reasons.items()),
+    ]
 
   def _notes(self) -> list[str]:
     hows = sorted({one.probe.how for one in self.ranked})
@@ -117,8 +154,18 @@ class Exploration:
       f"Confidence {self.confidence} of {MOST_CONFIDENCE}: {self.share_explored:.0%} of the "
       "candidates are explored, times the share of work",
       "that the best one's time accounts for, times the chance that it is faster than the second, "
-      "given their spread.",
+      "given their spread" + ("." if not self.left_out else ","),
+      *self._expected_note(),
       *self._batch_note(),
+    ]
+
+  def _expected_note(self) -> list[str]:
+    """Returns what the confidence makes of those left out."""
+    if not self.left_out:
+      return []
+    return [
+      f"times the chance, {self._chance_of_rest():.0%}, that it is faster than what those left out are "
+      f"expected to reach, within {INTERACTION:.0%}."
     ]
 
   def _batch_note(self) -> list[str]:
@@ -140,14 +187,16 @@ def explore(
   probe: ProbeSize,
   suggested_fixes: str,
   say: Callable[[str], None],
+  grid: Grid | None = None,
 ) -> Exploration:
-  """Probes every candidate, and says the recommendation so far after each.
+  """Probes the candidates, and says before each which it is, and after each the recommendation so far.
 
   Memory grows with the microbatch: above a size that does not fit, none is compiled.
 
   Args:
     candidates: ascending in size; those of the same variant are explored together.
     suggested_fixes: keys that reduce the memory needed, for the message when nothing fits.
+    grid: those that are worth it; None: all are.
 
   Raises:
     UserError: nothing fits.
@@ -155,19 +204,26 @@ def explore(
   order = _order(candidates)
 
   def so_far(known: Mapping[Candidate, Tried]) -> Exploration:
-    tried = tuple(known.values())
-    return Exploration(len(candidates), tried, _skipped(candidates, tried))
+    tried, skipped = tuple(known.values()), _skipped(candidates, tuple(known.values()))
+    return Exploration(len(candidates), tried, skipped, tuple(grid.left_out(known) if grid else ()))
+
+  def pending(known: Mapping[Candidate, Tried]) -> Sequence[Candidate]:
+    if grid:
+      return grid.pending(known)
+    done = {*known, *(one.candidate for one in so_far(known).skipped)}
+    return [one for one in order if one not in done]
 
   def next_candidate(known: Mapping[Candidate, Tried]) -> Candidate | None:
-    done = {*known, *(one.candidate for one in so_far(known).skipped)}
-    return next((one for one in order if one not in done), None)
+    return next(iter(pending(known)), None)
 
   def probed(candidate: Candidate) -> Tried:
-    return Tried(candidate, probe(candidate))
+    say(_trying(candidate, len(tried) + 1, len(tried) + len(pending(tried))))
+    tried[candidate] = Tried(candidate, probe(candidate))
+    return tried[candidate]
 
-  result = so_far(
-    search(next_candidate, probed, len(candidates), lambda known: say(_line(so_far(known))))
-  )
+  tried = dict[Candidate, Tried]()
+  known = search(next_candidate, probed, len(candidates), lambda known: say(_line(so_far(known))))
+  result = so_far(known)
   if result.best is None:
     raise UserError(
       nothing_fits(min(result.tried, key=lambda one: one.probe.peak_bytes), suggested_fixes)
@@ -186,18 +242,18 @@ def _order(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _skipped(candidates: Sequence[Candidate], tried: Sequence[Tried]) -> tuple[Skipped, ...]:
-  """Returns the candidates that cannot fit because a smaller one of the same variant does not."""
-  known, failed = {one.candidate for one in tried}, [one for one in tried if not one.probe.fits]
+  """Returns the candidates that cannot fit because one that needs less does not."""
+  known = {one.candidate for one in tried}
   return tuple(
-    Skipped(candidate, smaller[0])
+    Skipped(candidate, smaller)
     for candidate in candidates
-    if candidate not in known and (smaller := [one for one in failed if _is_below(one, candidate)])
+    if candidate not in known and (smaller := misfit(candidate, tried))
   )
 
 
-def _is_below(one: Tried, candidate: Candidate) -> bool:
-  same = one.candidate.variant == candidate.variant
-  return same and one.candidate.per_device < candidate.per_device
+def _trying(candidate: Candidate, index: int, count: int) -> str:
+  """Returns which candidate is tried now, and how many there are as far as is known."""
+  return f"INFO: Trying {candidate.key}: {name_of(candidate)} ({index} of {count})"
 
 
 def _line(result: Exploration) -> str:
@@ -243,6 +299,18 @@ def _fitting_row(rank: int, one: Tried) -> tuple[str, ...]:
     "" if used is None else f"{used:.1%}",
     ", ".join(f"{batch:,}" for batch in one.candidate.suggested_batches()),
   )
+
+
+def _listed(names: Sequence[str]) -> str:
+  """Returns the first of them, and how many more there are."""
+  more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+  return ", ".join(names[:_SHOWN]) + more
+
+
+def _named(candidate: Candidate) -> dict[str, str]:
+  """Returns the keys that a candidate sets, as plain values."""
+  variant = {"remat_policy": candidate.remat_policy, "compiler_flags": candidate.compiler_flags}
+  return {candidate.key: text(candidate.size)} | {k: v for k, v in variant.items() if v}
 
 
 def _step_time(one: Tried) -> str:

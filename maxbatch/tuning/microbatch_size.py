@@ -40,6 +40,7 @@ from maxbatch.hardware.devices import Target, machine_bytes
 from maxbatch.models.remat import NAMED, all_steps, joined_step, ladder, step_names, with_step
 from maxbatch.training.build import build_trainer, eval_batch_rows
 from maxbatch.training.evaluation import traced_eval
+from maxbatch.tuning.before_compiling import grid_of
 from maxbatch.tuning.candidates import (
   Candidate,
   asked,
@@ -299,10 +300,9 @@ def explore_sizes(
   find: Callable[[Config, Topology], Sequence[Candidate]] = sizes_of,
   say: Say = print,
 ) -> tuple[Config, Exploration]:
-  """Tries every size that micro_batch_size=explore asks for, says how it goes, and ranks them.
+  """Tries the sizes that micro_batch_size=explore asks for, says how it goes, and ranks them.
 
-  With remat_policy=explore, every size is tried with every policy; with compiler_flags=explore,
-  with every set of flags. Long rows are tried shared by more and more devices.
+  Of all combinations with policies and flags, those that are worth it (grid_search.py). Long rows are tried shared.
 
   Args:
     config: micro_batch_size is explore, and compile_only is set.
@@ -318,7 +318,8 @@ def explore_sizes(
   sizes = with_shared_rows(find, config, place.layout)
   sizes = with_variants(sizes, config, place.devices[0])
   say = in_process_0(say)
-  result = explore(sizes, agreed(probe), memory_suggestions(config), say)
+  fixes, grid = memory_suggestions(config), grid_of(sizes, config, place)
+  result = explore(sizes, agreed(probe), fixes, say, grid)
   say(f"\n{result}")
   return result.ranked[0].candidate.applied_to(config), result
 

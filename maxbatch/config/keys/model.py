@@ -251,7 +251,7 @@ class ModelConfig(Section, heading="the model"):
     "explore",
   ] = key("none", CHANGEABLE)
   """What is kept for the backward pass, none (all) to full (nothing); custom: the next keys; auto: the
-  fastest that fits; explore: try all (docs/yardstick.md)."""
+  fastest that fits; explore: rank them (docs/yardstick.md)."""
   decoder_layer_input: RematPlace = key("device", CHANGEABLE, CUSTOM_REMAT)
   """remat_policy: custom, for each tensor: remat (recompute), device (keep) or offload (keep on the
   host). A layer's input: device or offload."""
