@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from maxbatch.batch.from_config import is_rl
 from maxbatch.checkpoints.find import newest_record, resumable_steps
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.record import (
@@ -57,9 +58,10 @@ from maxbatch.modes.prepare import Prepared, build, check_replaces_nothing, item
 from maxbatch.modes.pretraining import PRETRAINING
 from maxbatch.modes.start import connected_devices, started
 from maxbatch.run_folder.atomic import elsewhere, nearest
-from maxbatch.run_folder.paths import RunFolder
+from maxbatch.run_folder.paths import RunFolder, remembered_choices
 from maxbatch.training.build import step_rows, traced_step
 from maxbatch.tuning.microbatch_size import explore_sizes
+from maxbatch.tuning.remembered_probes import remembering
 
 _NEXT = "Valid: nothing was compiled. Next: compile_only=true"
 
@@ -208,7 +210,7 @@ def prepare_only(config: Config, *, retune: bool = False, method: Method = PRETR
       for size in (batch.micro_batch_size, batch.eval_per_device_batch_size)
     ):
       cache.enable(config.compile.jax_cache_dir)
-      _explore(config, target, method)
+      _explore(config, target, method, retune=retune)
     else:
       _compile(prepare(config, target, method, Purpose.COMPILE, retune=retune))
 
@@ -240,14 +242,21 @@ def input_function(config: Config, plan: BatchPlan, num_hosts: int) -> InputRepo
     return None
 
 
-def _explore(config: Config, target: Target, method: Method) -> None:
-  """Ranks every size, with the report of the one recommended."""
+def _explore(config: Config, target: Target, method: Method, *, retune: bool) -> None:
+  """Ranks the sizes, with the report of the one recommended. What is compiled for a slice is remembered."""
   config, prober, sizes_of = method.explored(config, target)
-  folder = RunFolder.of(config.run)
+  folder, probe = RunFolder.of(config.run), prober
   say = functools.partial(_say_and_log, folder.exploration_log)
-  chosen, ranking = explore_sizes(config, target, prober, find=sizes_of, say=say)
+  of_text = isinstance(config.batch.micro_batch_size, Explore) and not is_rl(config.rl)
+  if of_text and config.compile.compile_topology:
+    known = remembered_choices()
+    probe = remembering(prober, config, target, known, retune=retune, say=say)
+  chosen, ranking = explore_sizes(config, target, probe, find=sizes_of, say=say)
   print()
-  report = prober.reports[ranking.ranked[0].candidate]
+  best = ranking.ranked[0].candidate
+  if best not in prober.reports:
+    prober(best)  # It is remembered without its report.
+  report = prober.reports[best]
   _show([report], folder)
   if report.sampling is None and isinstance(config.batch.micro_batch_size, Explore):
     _remember(chosen, f"{ranking}\n\n{report}")
