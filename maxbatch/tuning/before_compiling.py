@@ -52,7 +52,7 @@ def _policy_work(candidate: Candidate, policy: str, config: Config, place: Targe
   names = {*sizes} - {NAMED[0]} if kept is None else {*kept.on_device}
   held = sum(size for name, size in sizes.items() if name in names) * model.base_num_decoder_layers
   samples = plan.micro_batch_to_train
-  return PolicyWork(step_flops(jaxpr).per_microbatch / samples, held / samples)
+  return PolicyWork(step_flops(jaxpr).total / samples, held / samples)
 
 
 def _estimated_fastest(sizes: Sequence[Candidate], config: Config, place: Target) -> Candidate:
