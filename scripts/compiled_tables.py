@@ -58,6 +58,7 @@ def _case(model: str, place: str, size: int, length: int, keys: str = "remat_pol
 
 
 PUBLISHED = "remat_policy=full compiler_flags=published"
+ALL_REDUCES = "remat_policy=full compiler_flags=all_reduces"
 _WITHOUT_WINDOWS = (
   "remat_policy=custom context=offload "
   "compiler_flags='published --xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000'"
@@ -128,8 +129,14 @@ ROWS: Mapping[str, Mapping[str, str]] = {
       "llama3.1-8b", "v6e-16", 3, 8192, f"{_OFFLOADED} {_WITHOUT_WINDOWS}"
     ),
     "Llama-2-7B, v5e-256, 4 × 2048": _case("llama2-7b", "v5e-256", 4, 2048),
+    "Llama-2-7B, v5e-256, 4 × 2048, both with `compiler_flags=all_reduces`": _case(
+      "llama2-7b", "v5e-256", 4, 2048, ALL_REDUCES
+    ),
     "Llama-2-7B, v5e-256, 1 × 2048 in each of 4 microbatches": _case(
       "llama2-7b", "v5e-256", 1, 2048, "remat_policy=full gradient_accumulation_steps=4"
+    ),
+    "Llama-2-7B, v5e-256, 1 × 2048 in each of 4 microbatches, both with `compiler_flags=all_reduces`": _case(
+      "llama2-7b", "v5e-256", 1, 2048, f"{ALL_REDUCES} gradient_accumulation_steps=4"
     ),
     "Llama-3-8B, v6e-64, 4 × 2048": _case("llama3-8b", "v6e-64", 4, 2048),
     "the same with `compiler_flags=published`": _case("llama3-8b", "v6e-64", 4, 2048, PUBLISHED),
@@ -167,7 +174,9 @@ MAXTEXT: Mapping[str, Sequence[tuple[float, float]]] = {
     (2.367, 8.12),
     (3.288, 29.9),
     (3.471, 4.44),
+    (3.392, 4.88),
     (3.737, 2.15),
+    (3.565, 2.14),
     (1.211, 8.16),
     (0.967, 7.19),
     (3.083, 33.4),

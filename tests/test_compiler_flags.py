@@ -6,7 +6,10 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from lowered_once import lower_once
 from support import config
 
@@ -20,6 +23,7 @@ from maxbatch.hardware.compiler_flags import (
   NO_FLAGS,
   CompilerFlags,
   FlagSet,
+  bypassed,
   compiler_flags,
   is_short_of_vector_memory,
 )
@@ -90,6 +94,29 @@ def test_a_v6e_writes_what_a_wide_mlp_reads_unless_flags_give_it_vector_memory()
 
 
 @TPU
+def test_all_reduces_run_beside_the_next_product_where_they_are_not_joined():
+  devices = topology_devices("v5e-64")
+  mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))
+  divided = NamedSharding(mesh, PartitionSpec("fsdp"))
+
+  def gradients(x_BD: jax.Array, dy_3BF: list[jax.Array]) -> list[jax.Array]:
+    return [jax.lax.with_sharding_constraint(x_BD.T @ dy_BF, divided) for dy_BF in dy_3BF]
+
+  def beside(flags: str) -> int:
+    x_BD, dy_BF = (
+      jax.ShapeDtypeStruct((64 * 1024, width), jnp.bfloat16, sharding=divided)
+      for width in (2048, 4096)
+    )
+    options = compiler_flags(flags, devices[0]).options
+    with bypassed():
+      program = jax.jit(gradients).lower(x_BD, [dy_BF] * 3).compile(options)
+    return (program.as_text() or "").count('custom_call_target="AsyncCollectiveStart"')
+
+  joined = "all_reduces --xla_jf_crs_combiner_threshold_in_bytes=125829120"
+  assert (beside("none"), beside(joined), beside("all_reduces")) == (0, 0, 2)
+
+
+@TPU
 @pytest.mark.parametrize(
   ("asked", "words"),
   [
@@ -98,7 +125,10 @@ def test_a_v6e_writes_what_a_wide_mlp_reads_unless_flags_give_it_vector_memory()
       "the compiler for TPU v5 lite refuses: No such compile option: 'xla_tpu",
     ),
     ("xla_tpu_scoped_vmem_limit_kib=much", "Failed to parse 'much' into flag xla_tpu_scoped_vmem"),
-    ("publishd", "there are for TPU v5 lite: none, explore, published. Did you mean published?"),
+    (
+      "publishd",
+      "there are for TPU v5 lite: none, explore, published, all_reduces. Did you mean published?",
+    ),
     ("offloading", "nothing is published as 'offloading' for TPU v5 lite, only for v6e; use"),
     ("published explore", "explore cannot be combined"),
   ],

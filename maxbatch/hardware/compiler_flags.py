@@ -66,6 +66,15 @@ _ASYNC_ALL_GATHER = (
 )
 """All-gathers beside products that do not need them. What is published for v5p and v6e has these, too,
 but libtpu 0.0.51 refuses to fuse all-gathers on other chips than v5e: wrong results and hangs."""
+_ASYNC_ALL_REDUCE = (
+  "xla_tpu_enable_async_collective_fusion=true "
+  "xla_tpu_enable_async_collective_fusion_fuse_all_reduce=true "
+  "xla_tpu_enable_async_collective_fusion_multiple_steps=true "
+  "xla_tpu_overlap_compute_collective_tc=true xla_enable_async_all_reduce=true "
+  "xla_jf_crs_combiner_threshold_in_bytes=1048576"
+)
+"""All-reduces of gradients beside the next product. The compiler by default joins gradients to messages of up to
+120 MiB, and only one that is on its own can run beside a product: those from 1 MiB on stay apart."""
 _DATA_PARALLEL = (
   "xla_tpu_enable_data_parallel_all_reduce_opt=true "
   "xla_tpu_data_parallel_opt_different_sized_ops=true"
@@ -107,7 +116,12 @@ FLAG_SETS: Mapping[str, Mapping[str, FlagSet]] = {
   "v5e": {
     "published": FlagSet(
       f"{_DATA_PARALLEL} {_ASYNC_ALL_GATHER}", "MaxText 0.2.5, configs/tpu/v5e/*.sh"
-    )
+    ),
+    "all_reduces": FlagSet(
+      _ASYNC_ALL_REDUCE,
+      "MaxText's benchmarks/xla_flags_library.py, continuation fusion for all-reduces, with gradients that are "
+      "not joined to one message: MaxText's and MLPerf's scripts for v5e set their number, this their bytes",
+    ),
   },
   "v5p": {
     "published": FlagSet(
