@@ -109,6 +109,13 @@ def test_once_more_where_the_best_size_and_flags_are_others_with_the_best_policy
   assert asked.index((16, "save_qkv_proj", "published")) > moved
 
 
+def test_the_sizes_go_on_past_one_that_is_hardly_slower():
+  factors = {1: 1.2, 2: 1.1, 4: 0.99, 8: 1.004, 16: 1.0, 32: 1.05}
+  asked, result = searched(lambda size, policy, flags: factors[size] * PRODUCTS[policy], first=16)
+  assert best_of(result)[0] == 4
+  assert [size for size, *variant in asked if variant == ["full", "none"]][:4] == [16, 32, 8, 4]
+
+
 def test_what_is_left_out_is_said_with_its_reason_and_lowers_the_confidence():
   def seconds(size: int, policy: str, flags: str) -> float:
     slower = {"full": 1.0, "save_qkv_proj": 1.03, "save_dot_except_mlp": 1.05, "minimal": 1.08}

@@ -1,8 +1,9 @@
 """Which candidates of a grid of sizes, policies and sets of flags are worth a compilation.
 
 explore with several keys compiles along one key after the other, through the best so far: the sizes, from one
-that is estimated to be fast up and down, the sets of flags, and the policies, each with the largest size that
-fits; again whenever the best has moved, until no single key makes it faster. On these lines it leaves out
+that is estimated to be fast up and down until one is slower by `INTERACTION`, the sets of flags, and the
+policies, each with the largest size that fits; again whenever the best has moved, until no single key makes it
+faster. On these lines it leaves out
 
 - what cannot fit, by the memory of another policy and the bytes that this one keeps besides;
 - a policy that keeps more than one that is compiled, and saves too few of its products: a step takes at least
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from maxbatch.core.keys import text
 from maxbatch.models.remat import POLICIES
 from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.search import Tried
@@ -92,15 +94,15 @@ class Grid:
     self._first = first or candidates[0]
 
   def pending(self, known: Mapping[Candidate, Tried]) -> list[Candidate]:
-    """Returns the candidates that are to be compiled, as far as is known, in this order; of those that come
-    next in size, only one will be if it is not faster."""
+    """Returns the candidates that are to be compiled, as far as is known, in this order; more sizes
+    come where the next ones are not slower."""
     best = fastest(known)
     open_ones = [one for one in self._by_level.values() if one not in known]
     open_ones = [one for one in open_ones if not misfit(one, known.values())]
     if best is None:
       return self._from_first(open_ones)
     is_open = {*open_ones}
-    line = [one for one in self._line(best.candidate, known) if one in is_open]
+    line = [one for one in self._line(best, known) if one in is_open]
     return [one for one in dict.fromkeys(line) if self._why_not(one, best, known) is None]
 
   def left_out(self, known: Mapping[Candidate, Tried]) -> list[LeftOut]:
@@ -125,12 +127,12 @@ class Grid:
 
     return sorted(open_ones, key=distance)
 
-  def _line(self, best: Candidate, known: Mapping[Candidate, Tried]) -> Iterator[Candidate]:
+  def _line(self, best: Tried, known: Mapping[Candidate, Tried]) -> Iterator[Candidate]:
     """Yields the candidates that differ from the best in one key: sizes first where the search began, so that
     all else is tried with a good one, and last elsewhere."""
-    here = level_of(best)
-    if best.variant == self._first.variant:
-      yield from self._neighbours(here)
+    here = level_of(best.candidate)
+    if best.candidate.variant == self._first.variant:
+      yield from self._sizes_beside(best, known)
     for flags in dict.fromkeys(level.flags for level in self._by_level):
       yield from self._at(here._replace(flags=flags))
     for policy in self._policies():
@@ -138,7 +140,7 @@ class Grid:
     for context in dict.fromkeys(level.place[0] for level in self._by_level):
       if context != here.place[0]:
         yield from self._nearest(here, context)
-    yield from self._neighbours(here)
+    yield from self._sizes_beside(best, known)
 
   def _at(self, level: Level) -> list[Candidate]:
     return [self._by_level[level]] if level in self._by_level else []
@@ -181,17 +183,24 @@ class Grid:
     ]
     return sorted(alike, key=lambda one: abs(one.per_device - level.place[1]))[:1]
 
-  def _neighbours(self, level: Level) -> list[Candidate]:
-    """Returns the next size up and down."""
+  def _sizes_beside(self, best: Tried, known: Mapping[Candidate, Tried]) -> Iterator[Candidate]:
+    """Yields the sizes above the best and below it, up to the first that is not known or clearly slower."""
+    for sizes in self._up_and_down(level_of(best.candidate)):
+      for one in sizes:
+        yield one
+        if one not in known or _is_clearly_slower(known[one], best):
+          break
+
+  def _up_and_down(self, level: Level) -> tuple[list[Candidate], list[Candidate]]:
+    """Returns the candidates that differ in size alone: the larger ones, and the smaller ones, the nearest first."""
     context, size = level.place
-    sizes = sorted(
-      other.place[1]
-      for other in self._by_level
+    alike = sorted(
+      (one.per_device, one)
+      for other, one in self._by_level.items()
       if other.place[0] == context and other._replace(place=level.place) == level
     )
-    index = sizes.index(size)
-    near = [*sizes[index + 1 : index + 2], *sizes[max(0, index - 1) : index]]
-    return [self._by_level[level._replace(place=(context, one))] for one in near]
+    above = [one for each, one in alike if each > size]
+    return above, [one for each, one in reversed(alike) if each < size]
 
   def _why_not(
     self, one: Candidate, best: Tried, known: Mapping[Candidate, Tried]
@@ -294,12 +303,14 @@ class Grid:
     mine, theirs = level_of(one), level_of(best.candidate)
     if mine._replace(place=theirs.place) == theirs and mine.place[0] == theirs.place[0]:
       is_above = one.per_device > best.candidate.per_device
-      near = self._neighbours(theirs)
-      slower = next(each for each in near if (each.per_device > theirs.place[1]) == is_above)
-      speed = known[slower].samples_per_second if slower in known else None
-      return LeftOut(
-        one, f"{'above' if is_above else 'below'} {slower.size}, which is slower", speed
+      sizes = self._up_and_down(theirs)[0 if is_above else 1]
+      end = next(
+        each for each in sizes if each not in known or _is_clearly_slower(known[each], best)
       )
+      why = "is slower" if end in known else "is not tried"
+      speed = known[end].samples_per_second if end in known else None
+      where = "above" if is_above else "below"
+      return LeftOut(one, f"{where} {text(end.size)}, which {why}", speed)
     return LeftOut(one, "differs in several keys, none of which is faster alone")
 
 
@@ -312,6 +323,10 @@ def fastest(known: Mapping[Candidate, Tried]) -> Tried | None:
   """Returns the fastest that fits; of equals the first."""
   fitting = [one for one in known.values() if one.probe.fits]
   return max(fitting, key=lambda one: one.samples_per_second, default=None)
+
+
+def _is_clearly_slower(one: Tried, best: Tried) -> bool:
+  return one.samples_per_second * (1 + INTERACTION) < best.samples_per_second
 
 
 def keeps_no_more(one: Candidate, other: Candidate) -> bool:
