@@ -240,7 +240,9 @@ def parts_runners(bench: Bench) -> tuple[Callable[[int], object], Callable[[int]
   gradient = jax.jit(jax.value_and_grad(lambda params: loss_sum(model, params, rows, key)))
 
   def update(params, opt_state, gradients):
-    updates, opt_state = optimizer.update(gradients, opt_state, params, jnp.float32(1e3), learning_rate=1e-3)
+    updates, opt_state = optimizer.update(
+      gradients, opt_state, params, jnp.float32(1e3), learning_rate=1e-3
+    )
     return optax.apply_updates(params, updates), opt_state
 
   apply = jax.jit(update, donate_argnums=(0, 1))
