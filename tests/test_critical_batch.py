@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from damage import flip_bits
 from several_processes import records
 from support import SMALLEST, stop_at
 
@@ -514,10 +515,7 @@ def test_branches_of_another_checkpoint_of_that_step_are_not_gone_on_with(
 def test_a_damaged_checkpoint_is_refused(cosine, capsys, tmp_path):
   shutil.copytree(cosine / "mine", tmp_path / "mine")
   step = tmp_path / "mine" / "checkpoints" / str(START)
-  for path in (step / "state").rglob("d/*"):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+  flip_bits(step)
   message = error(capsys, f"checkpoint={step}", *BRANCHES)
   assert message.startswith("No checkpoint in ")
   assert message.endswith(f"(In branch x1, which starts as a copy of {step}.)")

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from damage import flip_bits
 from processes import PATIENCE_SECONDS, REPOSITORY, small_run
 from several_processes import Ended, records, start, wait
 
@@ -55,15 +56,6 @@ def codes(ended: list[Ended]) -> list[int]:
   return [process.exit_code for process in ended]
 
 
-def flip_bit(folder: pathlib.Path, step: int) -> None:
-  """Changes what process 1 has written of this step's checkpoint."""
-  files = (folder / "r" / "checkpoints" / str(step) / "state" / "ocdbt.process_1" / "d").iterdir()
-  data = max(files, key=lambda path: path.stat().st_size)
-  content = bytearray(data.read_bytes())
-  content[len(content) // 2] ^= 1
-  data.write_bytes(content)
-
-
 def test_a_killed_process_is_named_a_damaged_save_not_used_and_a_signal_to_one_stops_all(
   tmp_path, arguments
 ):
@@ -88,7 +80,8 @@ def test_a_killed_process_is_named_a_damaged_save_not_used_and_a_signal_to_one_s
     assert records(tmp_path / "r")[-1]["step"] - saved(tmp_path)[-1] <= 8
     begins = saved(tmp_path)[-1]
 
-  flip_bit(tmp_path, begins)
+  # What process 1 has written of it.
+  flip_bits(tmp_path / "r" / "checkpoints" / str(begins), "ocdbt.process_1/d/*")
   damaged, begins = begins, saved(tmp_path)[-2]
   faulty = [*FAULTY, "clock is wrong", "1", "0"]
   processes = start(2, [*arguments, "generate_length=2"], command=faulty)

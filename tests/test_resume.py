@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import yaml
+from damage import flip_bits
 from preloaded import started
 from processes import PATIENCE_SECONDS
 from support import SMALLEST, configured
@@ -335,10 +336,7 @@ def test_the_plan_of_a_resumed_run_counts_from_where_it_is(text, folder, capsys)
 
 def test_the_plan_is_printed_again_if_an_older_checkpoint_is_taken(text, folder, capsys):
   assert main(arguments(text, folder, batch_size=32)) == 0
-  for file in (folder / "first_run" / "checkpoints" / "4" / "state").rglob("d/*"):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+  flip_bits(folder / "first_run" / "checkpoints" / "4")
   capsys.readouterr()
   assert main(arguments(text, folder, steps=6, batch_size=8)) == 0
   printed = capsys.readouterr().out

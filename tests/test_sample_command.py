@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from damage import flip_bits
 from processes import small_run
 from support import base
 from test_chat import CHATML, ENDS, SPECIAL, keys
@@ -95,11 +96,7 @@ def test_a_text_ends_at_a_stop_token_which_is_no_part_of_it(run, lines):
 
 def test_a_damaged_checkpoint_writes_nothing(run, tmp_path, capsys):
   shutil.copytree(run, tmp_path / "run")
-  arrays = (tmp_path / "run" / "checkpoints" / "2" / "state" / "d").rglob("*")
-  largest = max((path for path in arrays if path.is_file()), key=lambda path: path.stat().st_size)
-  content = bytearray(largest.read_bytes())
-  content[len(content) // 2] ^= 64
-  largest.write_bytes(content)
+  flip_bits(tmp_path / "run" / "checkpoints" / "2")
   assert sample.main([f"checkpoint={tmp_path / 'run'}", SHORT]) == 2
   output = capsys.readouterr()
   assert output.out == ""

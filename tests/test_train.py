@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import several_processes
 import yaml
+from damage import flip_bits
 from preloaded import started
 from processes import ONE_DEVICE, PATIENCE_SECONDS
 from support import SMALLEST, stop_at
@@ -291,10 +292,7 @@ def test_an_error_of_any_kind_leaves_the_records_of_the_steps_before_it(
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(uninterrupted, text, tmp_path, capsys):
   train(text, tmp_path, steps=4, learning_rate_schedule_steps=STEPS)
-  for path in (tmp_path / "first_run" / "checkpoints" / "4" / "state").rglob("d/*"):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+  flip_bits(tmp_path / "first_run" / "checkpoints" / "4")
   state, _ = train(text, tmp_path, learning_rate_schedule_steps=STEPS)
   out = capsys.readouterr().out
   assert "checkpoint step 4 is damaged" in out
