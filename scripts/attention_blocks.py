@@ -1,6 +1,6 @@
 """Ranks block sizes of the TPUs' attention kernel by the instructions its compiler schedules; no TPU is needed.
 
-  python scripts/attention_blocks.py [--slices v5e-4 v6e-4] [--lengths 2048 8192] [--head-dim 128] [--blocks …]
+  python scripts/attention_blocks.py [--slices v5e-4 v6e-4] [--lengths 2048 8192] [--head-dim 128] [--blocks …] [--write]
 
 Compiles each kernel of splash attention alone, forward and backward, and reads the compiler's dump of the
 program: a core starts one bundle of instructions in a cycle. A bundle counts as often as the grid of blocks
@@ -16,6 +16,8 @@ which the compiler estimates its own program (--check).
 
 import argparse
 import dataclasses
+import json
+import math
 import os
 import pathlib
 import re
@@ -30,6 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import SingleDeviceSharding
 
+from maxbatch.estimate.attention_kernels import FILE
 from maxbatch.estimate.chips import CHIPS, Chip
 from maxbatch.hardware.devices import topology_devices
 
@@ -114,7 +117,8 @@ def bundles_of(
 
 def attention(which: str, blocks: Blocks, H: int) -> tuple[Callable[..., Any], Sequence[Shape]]:
   """Returns attention, or what needs one kernel of its backward pass, and its arguments' shapes."""
-  T, N, (queries, keys, at_once) = LENGTH, HEADS, blocks
+  N, (queries, keys, at_once) = HEADS, blocks
+  T = LENGTH if LENGTH % queries == LENGTH % keys == 0 else math.lcm(queries, keys, TRIED)
   names = ["block_q", "block_kv", "block_kv_compute"]
   names += ["block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"]
   names += ["block_q_dq", "block_kv_dq"] if which != "fused" else []
@@ -216,8 +220,20 @@ def cell(chip: Chip, which: str, blocks: Blocks, parts: Bundles, T: int, H: int)
   return f"{cycles:,} ({share:.0%} of the peak; memory {memory:,.0f})"
 
 
+def write(blocks: str, parts: Bundles, *place: str) -> None:
+  """Puts a kernel's bundles into the table of the estimates, at its generation, name and width."""
+  known: Any = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+  within = known
+  for key in place:
+    within = within.setdefault(key, {})
+  within[blocks] = [parts.step, parts.block, parts.ends]
+  text = json.dumps(known, indent=2, sort_keys=True)
+  text = re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", text)
+  FILE.write_text(text + "\n", encoding="utf-8")
+
+
 def table(arguments: argparse.Namespace, name: str, folder: pathlib.Path) -> None:
-  """Prints a row for each kernel and its blocks, with a cell for each length."""
+  """Prints a row for each kernel and its blocks, with a cell for each length; writes what estimates use."""
   device, H = topology_devices(name)[0], arguments.head_dim
   chip = CHIPS[name.partition("-")[0]]
   if arguments.check:
@@ -233,6 +249,9 @@ def table(arguments: argparse.Namespace, name: str, folder: pathlib.Path) -> Non
       cells = ["does not fit"] * len(arguments.lengths)
       if parts is not None:
         cells = [cell(chip, which, blocks, parts, T, H) for T in arguments.lengths]
+        if arguments.write:
+          at_once = keys if which == "dq" else at_once
+          write(f"{queries}/{keys}/{at_once}", parts, chip.generation, which, str(H))
       print("| " + " | ".join([name, which, words, *cells]) + " |", flush=True)
 
 
@@ -244,6 +263,7 @@ def main() -> None:
   parser.add_argument("--head-dim", type=int, default=128)
   parser.add_argument("--kernels", nargs="+", default=["fwd", "dq", "dkv"], choices=list(PRODUCTS))
   parser.add_argument("--blocks", nargs="+", default=DEFAULT.split())
+  parser.add_argument("--write", action="store_true", help=f"into {FILE.name}, for estimates")
   parser.add_argument("--check", action="store_true", help="compare a product with its estimate")
   arguments = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:

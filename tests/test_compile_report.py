@@ -186,7 +186,8 @@ Where a step's time goes (estimate)
 Largest operations (estimate; in one microbatch)
          0.3 s  mlp        compiler      2 × fusion.1
          0.1 s  embedding  roofline      1 × sort.2
-  roofline: 0.1 s of a microbatch are bounds from the chip's figures, not the compiler's estimates; the \
+  roofline: 0.1 s of a microbatch are bounds, from the chip's figures and the instructions of \
+attention's kernels, not the compiler's estimates; the \
 longest are sort
 
 Collectives of a device

@@ -21,7 +21,7 @@ from maxbatch.core.topology import Topology
 from maxbatch.data.rows import in_order
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import make_mesh
-from maxbatch.models import flash
+from maxbatch.models import flash, splash
 from maxbatch.models.cache import dot_product_attention
 from maxbatch.precision.formats import BFLOAT16, FORMATS
 from maxbatch.training.build import build_trainer
@@ -382,7 +382,7 @@ def test_blocks_that_are_not_compared_hold_what_the_mask_says(window: int):
   length, part = 1024, 128
   shape = length, length
   order_T = np.arange(length, dtype=np.int32).reshape(8, -1)[[0, 7, 1, 6, 2, 5, 3, 4]].reshape(-1)
-  seen_before, seen_in_window = flash._masks()
+  seen_before, seen_in_window = splash._masks()
   mask = seen_in_window(shape, window) if window else seen_before(shape)
   mask.q_sequence = order_T
   behind = order_T[:, None] - np.arange(length)[None]

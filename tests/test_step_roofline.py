@@ -426,7 +426,8 @@ def test_the_products_are_those_of_the_compiled_programs(
 ):
   """As compile_only counts them in the program, with a causal half of the attention's."""
   work = work_of(model, f"max_target_length={length}", "precision=bfloat16")
-  exact = dataclasses.replace(V5E, matrix_unit=1)
+  # Of a chip whose kernels' instructions nobody has counted.
+  exact = dataclasses.replace(V5E, matrix_unit=1, generation="")
   parts = microbatch_work(work, exact, mesh(fsdp=16), Fraction(per_device), remat).values()
   blocks = length // 512
   kernels = sum(part.kernels for part in parts) * blocks / (blocks + 1)

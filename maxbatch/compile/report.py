@@ -313,8 +313,8 @@ class CompileReport:
     ]
     names = sorted({one.name.partition(".")[0] for one in self.work.unestimated[:_NUM_LARGEST]})
     note = (
-      f"roofline: {bounded:.4g} s of a microbatch are bounds from the chip's figures, not the "
-      f"compiler's estimates; the longest are {', '.join(names)}"
+      f"roofline: {bounded:.4g} s of a microbatch are bounds, from the chip's figures and the instructions of "
+      f"attention's kernels, not the compiler's estimates; the longest are {', '.join(names)}"
     )
     return [
       section("Where a step's time goes (estimate)", by_part),

@@ -17,14 +17,12 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from maxbatch.config.schema import attention_width
-from maxbatch.estimate.flops import (
-  CUDNN_PRODUCTS,
+from maxbatch.estimate.attention_kernels import (
   JOINT_SPLASH_PRODUCTS,
   SPLASH_PRODUCTS,
-  attention_pairs,
   splash_share,
-  tokens_seen,
 )
+from maxbatch.estimate.flops import CUDNN_PRODUCTS, attention_pairs, tokens_seen
 from maxbatch.models.attention import sliding_layers
 from maxbatch.models.registry import Model, active_share
 from maxbatch.pipeline_parallel.sizes import EVERY_TICK, operation_in_path

@@ -36,3 +36,19 @@ def attention_block(device_kind: str, length: int, part: int, window: int, head_
   pays = length >= _SHORTEST.get(device_kind, length + 1) and not is_narrow
   largest = LARGEST if pays and head_bytes <= _WIDEST else USUAL
   return next(block for block in _BLOCKS if block <= largest and part % block == 0)
+
+
+ONE_BACKWARD_KERNEL = ("TPU v6 lite", "TPU7x")
+"""Devices where one kernel for all gradients is faster than two, by its instructions and the published recipes
+for them; those for a v5p say the opposite."""
+WHOLE_ROWS = (1024, 2048)
+"""Tokens of rows for which it is: of more blocks than one, parts of the queries' gradient would be added up."""
+
+
+def joint_block(device_kind: str, length: int, part: int, window: int, head_bytes: int) -> int:
+  """Returns the tokens of a block of the backward kernel that gives all gradients; 0: two kernels give them.
+
+  Arguments are those of `attention_block`.
+  """
+  is_known = device_kind in ONE_BACKWARD_KERNEL and head_bytes <= _WIDEST // 2
+  return length if is_known and length == part and length in WHOLE_ROWS and not window else 0

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from maxbatch.estimate.attention_kernels import AttentionKernel, read_splash
 from maxbatch.estimate.hlo import Computation, HloModule, Instruction
 
 _DIRECTION = re.compile(r"direction=(L[TE]|G[TE]|NE)")
@@ -185,17 +186,10 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _BATCH_GROUPS = re.compile(r"batch_group_count=(\d+)")
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:matmul|gemm)|__onednn\$matmul|EigenMatMul")
-_SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?(?:F8)?$")
 _LOGITS = re.compile(r'"intermediate_tensor_shape": ?\{[^{}]*?"dimensions": ?\[([^\]]*)\]')
 _SLIDING = re.compile(r'"sliding_window_length": ?"?(\d+)')
 
-# Matrix products per kernel. fwd: logits, weighted values. dq: logits, gradient of the weights,
-# gradient of the queries. dkv: logits, gradient of the weights, gradients of keys and values.
-SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-# A backward kernel may have the name of dkv but give the queries' gradient too, in parts by blocks of
-# keys: logits and gradient of the weights are then formed once.
-JOINT_SPLASH_PRODUCTS = 5
 CUDNN_PRODUCTS = {"forward": 2, "backward": 5}
 """Those of cuDNN's attention; its backward pass forms logits and gradient of the weights once."""
 
@@ -223,7 +217,9 @@ class Products:
   width: int = 0
   """Attention kernels: head_dim, which fills only part of a wider matrix unit; 0 for others."""
   backward: bool = False
-  """Of attention kernels, whether it is the backward pass."""
+  """Of GPUs' attention kernels, whether it is the backward pass."""
+  attention: AttentionKernel | None = None
+  """Of the TPUs', what the kernel does."""
 
   def __add__(self, other: "Products") -> "Products":
     return Products(
@@ -231,6 +227,7 @@ class Products:
       self.executed + other.executed,
       max(self.width, other.width),
       self.backward or other.backward,
+      self.attention or other.attention,
     )
 
 
@@ -324,8 +321,10 @@ def _custom_call(within: Computation, one: Instruction) -> Products:
     return _plain(_dot_flops(within, one))
   if cudnn := _CUDNN.search(one.target):
     return _cudnn(within, one, backward=bool(cudnn[1]))
-  if splash := _SPLASH.search(f"{one.name} {one.op_name}"):
-    return _splash(within, one, SPLASH_PRODUCTS[splash[1]])
+  if splash := read_splash(within, one):
+    every = 2 * splash.count * splash.queries.elements * splash.whole
+    shares = round(every * splash.counted), round(every * splash.computed)
+    return Products(*shares, splash.queries.dims[-1], attention=splash.kernel)
   return Products()
 
 
@@ -344,46 +343,3 @@ def _cudnn(within: Computation, one: Instruction, *, backward: bool) -> Products
   count = CUDNN_PRODUCTS["backward" if backward else "forward"]
   flops = int(2 * count * batch * heads * pairs * width)
   return Products(flops, flops, width, backward)
-
-
-def splash_share(
-  length: int, whole: int, rows: int, columns: int, *, is_joint: bool = False
-) -> tuple[float, float]:
-  """Returns the shares of all pairs of query and key that count, and that splash attention computes.
-
-  The kernel visits the blocks of a grid. One of all blocks is causal: half of the pairs count, and of the
-  blocks those on and below the diagonal are visited. So it is where the queries are a device's part of a
-  row, if they stand in zigzag order. A sliding window makes the grid narrower; all of its blocks then count.
-
-  Args:
-    length: queries.
-    whole: keys.
-    rows: blocks of queries in the grid.
-    columns: blocks of keys.
-    is_joint: whether the kernel gives all gradients; its grid has all blocks, which may be wider than high.
-  """
-  shorter, longer = sorted((rows, columns))
-  if is_joint or shorter * whole == longer * length:
-    across = columns if is_joint else longer
-    return 0.5, (across + 1) / (2 * across)
-  is_part = length < whole
-  share = min(1.0, columns * length / (rows * whole)) if is_part else shorter / longer
-  return share, share
-
-
-def _splash(within: Computation, one: Instruction, count: int) -> Products:
-  """Counts the products of splash attention: queries (B, N, T, H) and keys (B, K, S, H) are its
-  first two float operands, and the grid is the shape of the first."""
-  shapes = [shape for name in one.operands for shape in within.instructions[name].shapes]
-  floats = [shape for shape in shapes if shape.dtype in ("bf16", "f32", "f16")]
-  if len(floats) < 2:
-    return Products()
-  queries, keys = floats[:2]
-  is_joint = any(len(shape.dims) > len(queries.dims) for shape in one.shapes)
-  count = JOINT_SPLASH_PRODUCTS if is_joint else count
-  (*_, length, width), whole = queries.dims, keys.dims[-2]
-  grids = [shape.dims[-2:] for shape in shapes if shape.dtype[0] == "s" and len(shape.dims) == 3]
-  rows, columns = grids[0] if grids else (1, 1)
-  counted, computed = splash_share(length, whole, rows, columns, is_joint=is_joint)
-  every = 2 * count * queries.elements * whole
-  return Products(round(every * counted), round(every * computed), width)

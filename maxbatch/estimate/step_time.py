@@ -2,8 +2,8 @@
 
 The model:
 - An operation takes the compiler's estimated cycles, if it has any. Else it takes its roofline: the
-  longer of its matrix products at peak FLOPs and its bytes at HBM bandwidth. Attention kernels with
-  heads narrower than the matrix unit are charged the whole unit.
+  longer of its matrix products at peak FLOPs and its bytes at HBM bandwidth. An attention kernel takes the
+  bundles of instructions that libtpu schedules for its blocks, where they are more (attention_kernels.py).
 - A collective takes its bytes over the bandwidth of all ICI links of a chip, or of the data center
   network if its group spans slices. Latency and links that stay idle are not modelled. Among GPUs of one
   NVLink domain it takes what the compiler has measured; between domains, the network's published rate.
@@ -243,7 +243,9 @@ def _operation(cost: OperationCost, seconds: float) -> Operation:
 def _busy_seconds(cost: OperationCost, chip: Chip) -> float:
   """Returns seconds of one execution of an operation."""
   if cost.cycles is None:
-    least = max(_product_seconds(cost, chip), cost.bytes / chip.hbm_bandwidth)
+    kernel = cost.products.attention
+    scheduled = kernel.seconds(chip) if kernel else 0.0
+    least = max(_product_seconds(cost, chip), cost.bytes / chip.hbm_bandwidth, scheduled)
     return max(least, chip.launch)
   seconds = cost.cycles / chip.clock
   # A compiler that no longer charges too much would be faster than the peak if corrected.

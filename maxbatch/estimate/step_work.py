@@ -23,7 +23,7 @@ from maxbatch.config.schema import (
   query_dim,
 )
 from maxbatch.core.topology import Topology
-from maxbatch.estimate.attention_blocks import attention_block
+from maxbatch.estimate.attention_kernels import Heads, layer_seconds
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.flops import tokens_seen
 from maxbatch.hugging_face.model_keys import layer_types
@@ -39,8 +39,6 @@ _SMALLEST_TILE = 64 * 2**20
 """Bytes of logits that a tile of the loss has at least, where there are so many (training/tiles.py)."""
 _LARGEST_KEPT, _SMALLEST_ON_GPU, _LARGEST_ON_GPU = 512, 4096, 2**30
 """Tokens that it has at most where gradients are kept, and at least on GPUs; bytes that it has there at most."""
-_KERNEL_PRODUCTS = {"forward": 2, "backward": 7}
-"""Products of T × T × H in attention kernels: backward, for queries (3), keys and values (4), with weights anew."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +194,7 @@ class PartWork:
   """FLOPs of matrix products as the matrix unit does them: narrow dimensions fill it up. In eight bits as many
   as there are in bfloat16 in the same time."""
   kernels: float = 0.0
-  """The same of attention kernels; of GPUs, as many as fit in their time at the peak."""
+  """Of attention kernels, as many as fit in their time at the peak."""
   weights: float = 0.0
   """Bytes of weights that the products read, however few the tokens."""
   registers: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -378,22 +376,15 @@ def _tile_bytes(work: StepWork, chip: Chip, M: float, ways: int) -> float:
 
 
 def _kernels(work: StepWork, chip: Chip, M: float, ways: int, *, again: bool) -> float:
-  """Returns FLOPs of the attention kernels of all layers as the matrix unit does them."""
+  """Returns FLOPs of the attention kernels of all layers, as many as fit in their time at the peak."""
   c, length = work.model, -(-work.length // 128) * 128
-  head_bytes = query_dim(c) * work.compute_bytes
-  executed = 0.0
-  for window, layers in work.windows.items():
-    block = attention_block(chip.device_kind, length, length, window, head_bytes)
-    rows = length // block
-    # Blocks that a block of queries meets: on and below the diagonal, or as far as the window reaches.
-    reach = min(rows, -(-(window - 1) // block) + 1) if window else rows
-    blocks = reach * rows - reach * (reach - 1) / 2
-    executed += layers * blocks * block / length * block
-  forward, backward = (2 if again else 1), 1
-  if chip.is_gpu:
-    # Two products forward and five backward, as cuDNN's kernels and the published rates count them.
-    forward /= chip.attention_share(False, query_dim(c))
-    backward *= 5 / 7 / chip.attention_share(True, query_dim(c))
-  passes = _KERNEL_PRODUCTS["forward"] * forward + _KERNEL_PRODUCTS["backward"] * backward
-  width = c.base_num_query_heads * chip.padded(query_dim(c)) / ways
-  return passes * 2 * M * width * executed
+  samples = M / length
+  heads = samples * c.base_num_query_heads / ways
+  # One alone goes through them as two, each with half of the heads (models/splash.py).
+  samples = samples if c.base_num_kv_heads / ways % 2 else max(samples, 2.0)
+  of = Heads(query_dim(c), work.compute_bytes, heads, samples)
+  seconds = (
+    layers * layer_seconds(chip, length, window, of, again=again)
+    for window, layers in work.windows.items()
+  )
+  return chip.peak_flops * sum(seconds)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,15 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from maxbatch.config.schema import ModelConfig, is_latent
 from maxbatch.data.rows import in_order, whole_in_order
 from maxbatch.errors import UserError
-from maxbatch.estimate.attention_blocks import USUAL, attention_block
 from maxbatch.hardware.devices import Device
-from maxbatch.hardware.sharding import auto_axes_spec, auto_axis_sizes
-from maxbatch.models.context_attention import over_own_heads
+from maxbatch.hardware.sharding import auto_axes_spec, auto_axis_sizes, local_shape
+from maxbatch.models.context_attention import divisible_heads, over_own_heads
+from maxbatch.models.splash import LANES, attend, heads_as_samples, segment_ids, splash_kernel
 from maxbatch.precision.formats import BFLOAT16, FLOAT32, Format
 
 Kernel = Callable[..., jax.Array]
 """(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window) → out_BTNH, on one device; where the kernel knows
 it, with soft_cap too."""
-
-_LANES = 128
-"""Tokens in the smallest block the TPU kernel works on."""
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
@@ -192,17 +189,20 @@ def flash_attention_to_all_keys(
   sizes = auto_axis_sizes()
   B, T, N, H = q_BTNH.shape
   D = sizes["context"]
-  if T % (2 * D * _LANES):
-    near = max(1, round(T / (2 * D * _LANES))) * 2 * D * _LANES
+  if T % (2 * D * LANES):
+    near = max(1, round(T / (2 * D * LANES))) * 2 * D * LANES
     raise UserError(
-      f"max_target_length={T} must be a multiple of {2 * _LANES} × the {D} devices that share a row, with "
+      f"max_target_length={T} must be a multiple of {2 * LANES} × the {D} devices that share a row, with "
       f"context_parallel_strategy=all_gather and the kernel of TPUs; for example max_target_length={near}"
     )
   places_T = np.arange(T) if order_T is None else order_T
   back_T = np.argsort(places_T)
   own_heads = N // sizes["tensor"] if N % sizes["tensor"] == 0 else N
-  kernel = _splash_kernel(
-    own_heads, q_BTNH, places_T, window, soft_cap, shards=D, interpret=interpret
+  own_B, *_ = local_shape(("batch", None), (B, T))
+  kv_heads = divisible_heads(k_BSKH, N, sizes["tensor"]).shape[2]
+  parts = heads_as_samples(own_B, own_heads, kv_heads * own_heads // N)
+  kernel = splash_kernel(
+    own_heads // parts, q_BTNH, places_T, window, soft_cap, shards=D, interpret=interpret
   )
   # Of this axis alone: jax (0.12) finds no shape of a shard on a mesh with axes that a shard_map has taken.
   by_shard = NamedSharding(AbstractMesh((D,), ("context",)), PartitionSpec(None, "context"))
@@ -212,17 +212,20 @@ def flash_attention_to_all_keys(
     others += [(ids_BS, auto_axes_spec(("batch", None), ids_BS.shape))]
   sink_BN = None if sink_BN is None else jnp.broadcast_to(sink_BN, (B, N))
 
-  def attend(q, k, v, ids, sink_BN, kernel, ids_BS=None):
+  def attend_to_all(q, k, v, ids, sink_BN, kernel, ids_BS=None):
     k, v = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
     k, v = (in_order(x, back_T) for x in (k, v))
-    segments = None if ids_BS is None else _splash().SegmentIds(ids, ids_BS)
+    segments = None if ids_BS is None else segment_ids(ids, ids_BS)
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q / math.sqrt(H), k, v))
-    return jnp.swapaxes(jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments, sink_BN), 1, 2)
+    out_BNTH = attend(kernel, parts, q_BNTH, k_BKSH, v_BKSH, segments, sink_BN)
+    return jnp.swapaxes(out_BNTH, 1, 2)
 
   if keeps_all:
-    attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names("context"))
+    attend_to_all = jax.checkpoint(
+      attend_to_all, policy=jax.checkpoint_policies.save_only_these_names("context")
+    )
   rows = q_BTNH, k_BSKH, v_BSKH, [segment_ids_BT], sink_BN
-  return over_own_heads(attend, *rows, others, by_heads=False)
+  return over_own_heads(attend_to_all, *rows, others, by_heads=False)
 
 
 def _check_heads(num_heads: int, tensor: int, context: int) -> None:
@@ -252,115 +255,17 @@ def tpu_attention(
 
   Rows are padded to whole blocks. The padding comes last, so no token sees it.
   """
-  T, N, H = q_BTNH.shape[1:]
-  length = -(-T // _LANES) * _LANES
+  B, T, N, H = q_BTNH.shape
+  length = -(-T // LANES) * LANES
   pad = functools.partial(_pad, length=length)
-  segments = None if segment_ids_BT is None else _splash().SegmentIds(*(pad(segment_ids_BT),) * 2)
+  segments = None if segment_ids_BT is None else segment_ids(*(pad(segment_ids_BT),) * 2)
   scaled = q_BTNH / math.sqrt(H), k_BSKH, v_BSKH
   q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(pad(x), 1, 2) for x in scaled)
-  kernel = _splash_kernel(N, q_BTNH, np.arange(length), window, soft_cap, interpret=interpret)
-  out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments, sink_BN)
+  parts = heads_as_samples(B, N, k_BSKH.shape[2])
+  places_T = np.arange(length)
+  kernel = splash_kernel(N // parts, q_BTNH, places_T, window, soft_cap, interpret=interpret)
+  out_BNTH = attend(kernel, parts, q_BNTH, k_BKSH, v_BKSH, segments, sink_BN)
   return jnp.swapaxes(out_BNTH, 1, 2)[:, :T]
-
-
-class _SameForAll(np.ndarray):
-  """A block with the same value everywhere, which numpy would look for in each element."""
-
-  def any(self, *_: Any, **__: Any) -> Any:
-    """Returns the value."""
-    return self.flat[0]
-
-  all = any
-
-
-def _block_of_one(places: np.ndarray, keys: slice, length: int, window: float) -> np.ndarray | None:
-  """Returns whether queries at these places see some keys, where the answer is one for all pairs; else None.
-
-  Of rows of 131,072 tokens jax would compare all pairs of 65,536 blocks, three times, before a step compiles.
-  """
-  low, high, (first, end, _) = int(places.min()), int(places.max()), keys.indices(length)
-  is_full = low >= end - 1 and high - first < window
-  if is_full or high < first or low - (end - 1) >= window:
-    return np.broadcast_to(np.bool_(is_full), (len(places), end - first)).view(_SameForAll)
-  return None
-
-
-@functools.cache
-def _splash() -> Any:
-  """Returns the module of the kernel for TPUs: to import it, with Pallas, takes a fifteenth of a start."""
-  from jax.experimental.pallas.ops.tpu import splash_attention
-
-  return splash_attention
-
-
-@functools.cache
-def _masks() -> tuple[Any, Any]:
-  """Returns the masks of rows, and of rows in which each token sees so many, itself included."""
-  splash = _splash()
-
-  class SeenBefore(splash.CausalMask):
-    """What tokens see at their places of a row: all before them."""
-
-    def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-      """Returns whether queries see keys, of a slice of both."""
-      one = _block_of_one(self.q_sequence[idx[0]], idx[1], self.shape[1], math.inf)
-      return super().__getitem__(idx) if one is None else one
-
-  class SeenInWindow(splash.LocalMask):
-    """What they see where each sees so many tokens, itself included."""
-
-    def __init__(self, shape: tuple[int, int], window: int):
-      super().__init__(shape, window_size=(window - 1, 0), offset=0)
-      self._window = window
-
-    def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-      """Returns whether queries see keys, of a slice of both."""
-      one = _block_of_one(self.q_sequence[idx[0]], idx[1], self.shape[1], self._window)
-      return super().__getitem__(idx) if one is None else one
-
-  return SeenBefore, SeenInWindow
-
-
-def _splash_kernel(
-  num_heads: int,
-  q_BTNH: jax.Array,
-  places_T: np.ndarray,
-  window: int,
-  soft_cap: float,
-  *,
-  shards: int = 1,
-  interpret: bool,
-) -> Any:
-  """Returns the kernel for queries like these at these places of a row, divided over devices; it skips
-  blocks that the mask leaves empty."""
-  length = len(places_T)
-  shape = length, length
-  splash, (seen_before, seen_in_window) = _splash(), _masks()
-  mask = seen_in_window(shape, window) if window else seen_before(shape)
-  mask.q_sequence = places_T.astype(np.int32)
-  part = length // (2 * shards) if shards > 1 else length
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  head_bytes = q_BTNH.shape[-1] * q_BTNH.dtype.itemsize
-  X = attention_block(device.device_kind if device else "", length, part, window, head_bytes)
-  at_once = min(X, USUAL)
-  return splash.make_splash_mha(
-    splash.MultiHeadMask([mask] * num_heads),
-    block_sizes=splash.BlockSizes(
-      block_q=X,
-      block_kv=X,
-      block_kv_compute=at_once,
-      block_q_dkv=X,
-      block_kv_dkv=X,
-      block_kv_dkv_compute=at_once,
-      block_q_dq=X,
-      block_kv_dq=X,
-    ),
-    attn_logits_soft_cap=soft_cap or None,
-    residual_checkpoint_name="context",
-    head_shards=1,
-    q_seq_shards=shards,
-    interpret=interpret,
-  )
 
 
 def _pad(x: jax.Array, length: int) -> jax.Array:

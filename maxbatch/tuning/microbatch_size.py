@@ -113,10 +113,7 @@ def choose_to_evaluate(
   say: Say = print,
 ) -> Config:
   """Returns the configuration with eval_per_device_batch_size a number, by the same search; arguments as
-  `choose`, of a run whose microbatch is known.
-
-  Raises:
-    UserError: nothing fits.
+  `choose`, of a run whose microbatch is known. Raises UserError: nothing fits.
   """
   if config.batch.eval_per_device_batch_size != "auto":
     return config
