@@ -168,25 +168,25 @@ PUBLISHED_USE = (
 """The utilisation that others have published for the rows of `published`, where, and what differs."""
 MAXTEXT: Mapping[str, Sequence[tuple[float, float]]] = {
   "maxtext": (
-    (0.696, 6.34),
-    (0.188, 2.05),
-    (0.380, 6.29),
-    (2.367, 8.12),
-    (3.288, 29.9),
-    (3.471, 4.44),
-    (3.392, 4.88),
-    (3.737, 2.15),
-    (3.565, 2.14),
-    (1.211, 8.16),
-    (0.967, 7.19),
-    (3.083, 33.4),
+    (0.718, 6.35),
+    (0.194, 2.05),
+    (0.415, 6.29),
+    (2.417, 8.13),
+    (3.525, 40.0),
+    (3.550, 4.44),
+    (3.471, 4.88),
+    (3.816, 2.15),
+    (3.644, 2.14),
+    (1.295, 8.16),
+    (1.052, 7.19),
+    (3.390, 29.1),
     (4.020, 15.1),
     (4.020, 15.1),
   ),
   "reports": ((0, 4.60), (0, 7.03), (0, 6.01), (0, 8.18)),
 }
-"""MaxText 0.2.5, compiled by jax 0.12.0.1 and libtpu 0.0.52 on 2026-11-22, priced by the estimator of commit
-f593fd9: seconds of a step, and GB at a device's peak, or in `reports` GB of arguments and temporaries."""
+"""MaxText 0.2.5, compiled by jax 0.12.0.1 and libtpu 0.0.52 on 2026-11-22 and 28, priced by the estimator of
+commit 5e97a668, but for pipelines: seconds of a step, and GB at a device's peak, or in `reports` GB of arguments and temporaries."""
 
 
 def sources_commit() -> str:
