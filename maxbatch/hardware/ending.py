@@ -182,7 +182,9 @@ class Watch:
   def _places(self) -> str:
     """Says where the processes are: first those of which few are at the same place."""
     at: dict[str, list[int]] = {}
-    for process, place in self.peers.collect("place", main_place()).items():
+    # One that hangs says where only after it has waited for its main thread to come out.
+    places = self.peers.collect("place", main_place(), 2 * _GRACE_SECONDS)
+    for process, place in places.items():
       at.setdefault(place, []).append(process)
     rare_first = sorted(at.items(), key=lambda item: len(item[1]))[:_PLACES_SHOWN]
     return "".join(f"\n  {place}: {_numbers(processes)}" for place, processes in rare_first)
