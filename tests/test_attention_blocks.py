@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,13 @@ from test_flash import by_products, operands, segments, with_gradients
 
 from maxbatch.estimate import attention_blocks
 from maxbatch.estimate.attention_blocks import attention_block, joint_block
-from maxbatch.estimate.attention_kernels import FILE, AttentionKernel, Heads, causal_kernel
+from maxbatch.estimate.attention_kernels import (
+  FILE,
+  AttentionKernel,
+  Heads,
+  causal_kernel,
+  layer_seconds,
+)
 from maxbatch.estimate.chips import CHIPS, GPUS
 from maxbatch.estimate.flops import products
 from maxbatch.estimate.hlo import parse
@@ -23,49 +30,45 @@ V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"
 
 
 @pytest.mark.parametrize(
-  ("device_kind", "length", "part", "window", "head_bytes", "block"),
+  ("choose", "device_kind", "length", "part", "window", "head_bytes", "block"),
   [
-    (V6E, 2048, 2048, 0, 256, 1024),
-    (V5P, 2048, 2048, 0, 512, 1024),
-    (V5E, 2048, 2048, 0, 256, 512),
-    (V5E, 4096, 4096, 0, 256, 1024),
-    (V6E, 1024, 1024, 0, 256, 512),
-    (V6E, 3072 + 512, 3072 + 512, 0, 256, 512),
-    (V6E, 8192, 8192, 0, 1024, 512),
-    (V6E, 8192, 8192, 2047, 256, 512),
-    (V6E, 8192, 8192, 2048, 256, 1024),
-    (V6E, 8192, 512, 0, 256, 512),
-    (V6E, 8192 + 384, 384, 0, 256, 384),
-    ("NVIDIA H100", 8192, 8192, 0, 256, 512),
-    ("", 2048, 128, 0, 256, 128),
+    (attention_block, V6E, 2048, 2048, 0, 256, 1024),
+    (attention_block, V5P, 2048, 2048, 0, 512, 1024),
+    (attention_block, V5E, 2048, 2048, 0, 256, 512),
+    (attention_block, V5E, 4096, 4096, 0, 256, 1024),
+    (attention_block, V6E, 1024, 1024, 0, 256, 512),
+    (attention_block, V6E, 3072 + 512, 3072 + 512, 0, 256, 512),
+    (attention_block, V6E, 8192, 8192, 0, 1024, 512),
+    (attention_block, V6E, 8192, 8192, 2047, 256, 512),
+    (attention_block, V6E, 8192, 8192, 2048, 256, 1024),
+    (attention_block, V6E, 8192, 512, 0, 256, 512),
+    (attention_block, V6E, 8192 + 384, 384, 0, 256, 384),
+    (attention_block, "NVIDIA H100", 8192, 8192, 0, 256, 512),
+    (attention_block, "", 2048, 128, 0, 256, 128),
+    # One backward kernel where a row is one block.
+    (joint_block, V6E, 1024, 1024, 0, 256, 1024),
+    (joint_block, V6E, 2048, 2048, 0, 256, 2048),
+    (joint_block, "TPU7x", 1024, 1024, 0, 128, 1024),
+    # Parts to add up, wide heads, windows, shares of rows, other chips.
+    (joint_block, V6E, 4096, 4096, 0, 256, 0),
+    (joint_block, V6E, 2048 + 512, 2048 + 512, 0, 256, 0),
+    (joint_block, V6E, 2048, 2048, 0, 512, 0),
+    (joint_block, V6E, 2048, 2048, 1024, 256, 0),
+    (joint_block, V6E, 2048, 1024, 0, 256, 0),
+    (joint_block, V5P, 2048, 2048, 0, 256, 0),
+    (joint_block, V5E, 2048, 2048, 0, 256, 0),
   ],
 )
 def test_blocks_are_the_largest_that_pay_and_divide(
-  device_kind: str, length: int, part: int, window: int, head_bytes: int, block: int
+  choose: Callable[..., int],
+  device_kind: str,
+  length: int,
+  part: int,
+  window: int,
+  head_bytes: int,
+  block: int,
 ):
-  assert attention_block(device_kind, length, part, window, head_bytes) == block
-
-
-@pytest.mark.parametrize(
-  ("device_kind", "length", "part", "window", "head_bytes", "block"),
-  [
-    (V6E, 1024, 1024, 0, 256, 1024),
-    (V6E, 2048, 2048, 0, 256, 2048),
-    ("TPU7x", 1024, 1024, 0, 128, 1024),
-    # Parts to add up, wide heads, windows, shares of rows, other chips.
-    (V6E, 4096, 4096, 0, 256, 0),
-    (V6E, 2048 + 512, 2048 + 512, 0, 256, 0),
-    (V6E, 2048, 2048, 0, 512, 0),
-    (V6E, 2048, 2048, 1024, 256, 0),
-    (V6E, 2048, 1024, 0, 256, 0),
-    (V5P, 2048, 2048, 0, 256, 0),
-    (V5E, 2048, 2048, 0, 256, 0),
-  ],
-)
-def test_one_backward_kernel_where_a_row_is_one_block(
-  device_kind: str, length: int, part: int, window: int, head_bytes: int, block: int
-):
-  assert joint_block(device_kind, length, part, window, head_bytes) == block
+  assert choose(device_kind, length, part, window, head_bytes) == block
 
 
 DUMP = """\
@@ -171,6 +174,22 @@ def test_a_kernel_takes_its_bundles_on_the_cores_that_its_samples_occupy():
     chip = CHIPS["v5p"]
     assert alone.seconds(chip) == pytest.approx(cores * both.seconds(chip))
   assert one.seconds(GPUS["h100"]) == 0
+
+
+@pytest.mark.parametrize(
+  ("generation", "kernels"),
+  [("v6e", {"fwd": 1024, "fused": 2048}), ("v5p", {"fwd": 1024, "dq": 1024, "dkv": 1024})],
+)
+def test_a_layer_takes_the_kernels_that_its_model_runs(generation: str, kernels: dict[str, int]):
+  """Of rows of 2,048 tokens, where the instructions take longer than the products."""
+  chip, of = CHIPS[generation], Heads(128, 2, 32, 2)
+  each = {
+    kernel: causal_kernel(kernel, block, 2048, 0, of).seconds(chip)
+    for kernel, block in kernels.items()
+  }
+  for again in (False, True):
+    wanted = sum(each.values()) + again * each["fwd"]
+    assert layer_seconds(chip, 2048, 0, of, again=again) == pytest.approx(wanted)
 
 
 def test_blocks_and_widths_that_were_not_counted_are_taken_for_the_nearest():

@@ -341,16 +341,25 @@ def test_devices_with_their_own_rows_and_heads_equal_one(sizes: tuple[int, ...],
 
 
 @pytest.mark.parametrize(
-  ("window", "in_zigzag", "sizes"),
-  [(0, True, {"context": 2}), (200, False, {"data": 2, "context": 2})],
+  ("window", "in_zigzag", "sizes", "device_kind"),
+  [
+    (0, True, {"context": 2}, ""),
+    (200, False, {"data": 2, "context": 2}, ""),
+    (0, True, {"data": 2, "context": 2}, "TPU v5"),
+  ],
 )
 def test_devices_that_gather_keys_mask_them_for_their_own_tokens(
-  window: int, in_zigzag: bool, sizes: dict[str, int]
+  window: int,
+  in_zigzag: bool,
+  sizes: dict[str, int],
+  device_kind: str,
+  monkeypatch: pytest.MonkeyPatch,
 ):
-  """Under a mesh, and inside a shard_map over data as in the step."""
+  """Under a mesh, and inside a shard_map over data as in the step; a sample alone in halves of its heads."""
+  monkeypatch.setattr(splash, "device_kind", lambda: device_kind)
   num_devices, T = math.prod(sizes.values()), 512
   mesh = make_mesh(Topology.of(**sizes), jax.devices()[:num_devices])
-  arrays, ids_BT = operands(2, 1, T), segments(2, T)
+  arrays, ids_BT = operands(4, 2, T), segments(2, T)
   places_T = np.arange(T).reshape(4, -1)[[0, 3, 1, 2]].reshape(-1)
   order_T = places_T if in_zigzag else None
   places_T = places_T if in_zigzag else np.arange(T)

@@ -196,9 +196,8 @@ def read_splash(within: Computation, one: Instruction) -> Splash | None:
   known = None
   if {"q", "kv"} <= set(named):
     q, kv = named["q"], named["kv"]
-    if (
-      length == whole and rows * columns * q * kv == length * whole
-    ):  # The blocks of a causal mask.
+    # All blocks, under a causal mask.
+    if length == whole and rows * columns * q * kv == length * whole:
       met = sum(-(-(row + 1) * q // kv) for row in range(length // q))
       counted, computed = 0.5, met * q * kv / (length * whole)
     known = AttentionKernel(
