@@ -7,7 +7,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment ""
 take_command "$@"
 
-# Simulated devices allocate over a gigabyte in every step; huge pages save about a quarter of its time.
-export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
-
 exec "${command[@]}"
