@@ -30,6 +30,7 @@ ELSEWHERE = {
   r"input_analyzer ": "it measures for a minute: test_input_analyzer.py has shorter ones",
   r"critical_batch ": "it trains four runs: test_critical_batch.py",
   r"advise +runs/": "8 steps are too few to say anything: test_run_advice.py has runs with more",
+  r"remat_policy=explore": "a quarter of an hour of compiling: test_grid_search.py has other grids",
   r"checkpoint=runs/short": "scripts/longer_context.py trains it, and test_conversion.py converts a run",
   r"load_parameters_path=llama2": "14 GB of weights: test_fine_tuning.py has small ones",
 }
