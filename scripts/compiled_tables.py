@@ -142,9 +142,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
     "the same with `compiler_flags=published`": _case("llama3-8b", "v6e-64", 4, 2048, PUBLISHED),
     "Mistral-7B, v6e-8, 3 × 8192; theirs with its recipe's flags and activations on the host, ours with "
     "`compiler_flags=published`, no windows and the same on the host, attention's output in place of its "
-    "projection": _case(
-      "mistral-7b", "v6e-8", 3, 8192, f"{_OFFLOADED} {_WITHOUT_WINDOWS}"
-    ),
+    "projection": _case("mistral-7b", "v6e-8", 3, 8192, f"{_OFFLOADED} {_WITHOUT_WINDOWS}"),
     "Llama-2-7B, v5e-16, 4 × 2048, 4 stages, 16 microbatches; ours `1f1b` with "
     "`pipeline_saved_activations=residuals`": f"{_4_STAGES} per_device_batch_size=4 "
     f"num_pipeline_microbatches=16 {_RESIDUALS}",
