@@ -11,7 +11,7 @@ from processes import small_run
 from several_processes import free_port, place, train, wait
 
 from maxbatch.errors import SaidByAnotherError, UserError
-from maxbatch.hardware import agreement
+from maxbatch.hardware import agreement, ending
 from maxbatch.hardware.agreement import Exchange
 
 GLOO = "UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed out"
@@ -69,7 +69,7 @@ leave_together(code)
 STILL = """
 import sys, time
 from maxbatch import train
-from maxbatch.hardware import agreement
+from maxbatch.hardware import agreement, ending
 from maxbatch.hardware.agreement import Exchange
 from maxbatch.hardware.processes import leave_together
 
@@ -208,6 +208,17 @@ def test_other_errors_are_not_taken_for_one_of_a_connection():
 
   with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
     agreement._together(work, 1)
+
+
+def test_a_save_that_fails_as_the_run_ends_is_no_error_of_its_own():
+  """Process 0 said that it could not write, and not which process had ended."""
+  watch = object.__new__(ending.Watch)
+  vars(watch)["_end"] = ending.End(1, "host", "has ended without a word")
+  failed = UserError("checkpoint step 100 could not be written")
+  failed.__cause__ = RuntimeError("CANCELLED: the run ends")
+  assert watch.cause_of(failed) == vars(watch)["_end"]
+  failed.__cause__ = OSError("No space left on device")
+  assert watch.cause_of(failed) is None
 
 
 ABORTED = """

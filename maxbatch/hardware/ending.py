@@ -110,13 +110,18 @@ class Watch:
   def cause_of(self, error: BaseException) -> End | None:
     """Returns what has happened to another process, if that is why this one has met `error`.
 
-    Takes as long as it takes to notice that a process is silent.
+    Takes as long as it takes to notice that a process is silent. A save that failed as the run ended is an error
+    of the user's by now: it only says what the others met, so nothing is waited for.
     """
-    if not isinstance(error, RuntimeError | ValueError):
+    met: BaseException | None = error
+    while isinstance(met, UserError):
+      met = met.__cause__
+    if not isinstance(met, RuntimeError | ValueError):
       return None
-    if not _BROKEN_CONNECTION.match(str(error)):
+    if not _BROKEN_CONNECTION.match(str(met)):
       return None
-    self._await_cause()
+    if met is error:
+      self._await_cause()
     return self._end
 
   def abort(self) -> NoReturn:
