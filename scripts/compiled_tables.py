@@ -188,7 +188,7 @@ MAXTEXT: Mapping[str, Sequence[tuple[float, float]]] = {
   "reports": ((0, 4.60), (0, 7.03), (0, 6.01), (0, 8.18)),
 }
 """MaxText 0.2.5, compiled by jax 0.12.0.1 and libtpu 0.0.52 on 2026-11-22 and 28, priced by the estimator of
-commit 5e97a668: seconds of a step, and GB at a device's peak, or in `reports` GB of arguments and temporaries."""
+commit 5e97a668, the pipeline by that of e8bd6a61: seconds of a step, and GB at a device's peak, or in `reports` GB of arguments and temporaries."""
 
 
 def sources_commit() -> str:

@@ -69,7 +69,7 @@ leave_together(code)
 STILL = """
 import sys, time
 from maxbatch import train
-from maxbatch.hardware import agreement, ending
+from maxbatch.hardware import agreement
 from maxbatch.hardware.agreement import Exchange
 from maxbatch.hardware.processes import leave_together
 
