@@ -39,7 +39,7 @@ from maxbatch.errors import UserError
 from maxbatch.estimate.chips import CALIBRATION, chip_for
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.models import flash
-from maxbatch.models.cache import dot_product_attention
+from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.modes.run import run
 from maxbatch.training import build
 from maxbatch.tuning.candidates import Candidate, candidates

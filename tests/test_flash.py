@@ -22,7 +22,7 @@ from maxbatch.data.rows import in_order
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.models import flash, splash
-from maxbatch.models.cache import dot_product_attention
+from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.precision.formats import BFLOAT16, FORMATS
 from maxbatch.training.build import build_trainer
 from maxbatch.training.loss import loss_sum

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from maxbatch.config.schema import ContextStrategy, ModelConfig, context_strategy
 from maxbatch.hardware.shard_maps import divisible_heads, to_own_tokens
 from maxbatch.hardware.sharding import auto_axes_spec, auto_axis_sizes
-from maxbatch.models.cache import (
+from maxbatch.models.dot_product import (
   by_query,
   capped,
   dot_product_attention,

@@ -23,8 +23,9 @@ from jax.sharding import Mesh
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LOGICAL_AXIS_RULES, constrain, put, replicated
-from maxbatch.models.cache import Cache, capped, experts_of
+from maxbatch.models.cache import Cache, experts_of
 from maxbatch.models.context_attention import token_order
+from maxbatch.models.dot_product import capped
 from maxbatch.models.layers import hidden_of
 from maxbatch.models.registry import LanguageModel, Model, Parameters, offers_cache, takes_any_order
 from maxbatch.sampling.choice import Choice, Vocabulary, choose, num_words, packed
