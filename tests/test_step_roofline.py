@@ -77,21 +77,21 @@ def test_computing_again_takes_time_and_saves_memory():
 
 
 @pytest.mark.parametrize(
-  ("schedule", "repeats", "stash", "seconds"),
+  ("schedule", "repeats", "stash", "seconds", "gib"),
   [
-    ("1f1b", 1, "residuals", 4.435),
-    ("interleaved_1f1b", 2, "residuals", 4.128),
-    ("interleaved_1f1b", 2, "input", 4.801),
-    ("circular", 2, "input", 4.822),
-    ("1f1b", 1, "input", 5.159),
+    ("1f1b", 1, "residuals", 4.315, 11.393),
+    ("interleaved_1f1b", 2, "residuals", 4.015, 11.143),
+    ("interleaved_1f1b", 2, "input", 4.881, 11.033),
+    ("circular", 2, "input", 4.897, 11.033),
+    ("1f1b", 1, "input", 5.247, 10.393),
   ],
 )
-def test_a_pipeline_is_about_as_fast_as_compiled(schedule, repeats, stash, seconds):
-  """As the table in docs/pipeline.md, whose peak is the same for all."""
+def test_a_pipeline_is_about_as_fast_as_compiled(schedule, repeats, stash, seconds, gib):
+  """As the table in docs/pipeline.md."""
   stages, place = Stages(schedule, 4, 1, repeats, 1, stash), Topology.of(fsdp=4, stage=4)
   result = pipeline_roofline(LLAMA, V5E, place, Fraction(1), 4, "full", stages)
   assert result.step_seconds == pytest.approx(seconds, rel=0.06)
-  assert result.peak_bytes == pytest.approx(11.869 * 2**30, rel=0.1)
+  assert result.peak_bytes == pytest.approx(gib * 2**30, rel=0.1)
   assert sum(result.parts.values()) == pytest.approx(result.step_seconds)
   again = pipeline_roofline(LLAMA, V5E, place, Fraction(1), 8, "full", stages)
   assert again.step_seconds < 2 * result.step_seconds
