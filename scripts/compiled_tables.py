@@ -8,6 +8,7 @@ docs/reports.
 """
 
 import importlib.metadata
+import itertools
 import json
 import pathlib
 import shlex
@@ -341,12 +342,10 @@ def show(name: str) -> None:
   """Prints a part of what a command prints, indented."""
   keys, first = PRINTED[name]
   _, printed = run(name, keys)
-  part = (
-    printed[printed.index(first) :]
-    .partition("\n\n")[0]
-    .partition("\nnum_pipeline_microbatches -1")[0]
-  )
-  print("\n".join("    " + line for line in part.splitlines()))
+  part = printed[printed.index(first) :].partition("\n\n")[0]
+  # Where a choice is remembered, and all that follows, is this machine's.
+  shown = itertools.takewhile(lambda line: "; remembered in " not in line, part.splitlines())
+  print("\n".join("    " + line for line in shown))
   if name == "explore":
     (REPORTS / "llama2-7b-v5e-256-explore.txt").write_text(printed, encoding="utf-8")
 
