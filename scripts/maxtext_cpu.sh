@@ -7,13 +7,14 @@
 #
 # With huge pages, layers unrolled, and remat minimal, the fastest of its policies that we found.
 set -euo pipefail
+: "${6:?arguments: PEER DEVICES PER_DEVICE ACCUMULATION STEPS CACHE [key=value ...]}"
 peer=$1 devices=$2 per_device=$3 accumulation=$4 steps=$5 cache=$6
 shift 6
 base=$("$peer/bin/python" -c "import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec('maxtext').origin).parent / 'configs/base.yml')")
 output=$(mktemp -d)
 trap 'rm -rf "$output"' EXIT
 export JAX_PLATFORMS=cpu XLA_FLAGS="--xla_force_host_platform_device_count=$devices"
-export GLIBC_TUNABLES=${PEER_TUNABLES-glibc.malloc.hugetlb=1}
+export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 "$peer/bin/python" -m maxtext.trainers.pre_train.train "$base" \
   run_name=peer base_output_directory="$output" jax_cache_dir="$cache" dataset_type=synthetic hardware=cpu \
   attention=dot_product enable_checkpointing=false enable_goodput_recording=false \
