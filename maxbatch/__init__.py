@@ -9,6 +9,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,9 @@ __all__ = [
   "train_step",
 ]
 # What the package exports and where it is, once more for Python as for type checkers above.
+IMPORTED_AT = time.time()
+"""When this process began to read the files of maxbatch, in seconds since 1970."""
+
 _EXPORTS = {
   "Accumulated": "maxbatch.core.accumulate",
   "Squares": "maxbatch.core.accumulate",

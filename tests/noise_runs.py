@@ -110,7 +110,7 @@ def _run_in(root: pathlib.Path) -> Run:
       return compile_step(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-      patch.setattr("maxbatch.compile.step_file.compiled_step", compile_noted)
+      patch.setattr("maxbatch.compile.step_cache.compiled_step", compile_noted)
       state, _ = run(load_config(["config=base", *(f"{k}={v}" for k, v in values.items())]))
     noted = records(root / name)
     return Done(root / name, state.params, noted, said.getvalue(), tuple(compiled))

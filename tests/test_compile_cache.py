@@ -218,11 +218,16 @@ def test_a_cpu_whose_programs_xla_does_not_take_back_gets_no_cache(tmp_path, mon
 @pytest.mark.usefixtures("unset")
 def test_what_was_not_used_for_longest_goes_first(tmp_path):
   now = time.time()
-  for age, name in enumerate(("new-cache", "middle-cache", "old-cache", "not an entry")):
+  (tmp_path / cache.STEPS).mkdir()
+  names = "new-cache", "middle-cache", "old-cache", f"{cache.STEPS}/oldest", "not an entry"
+  for age, name in enumerate(names):
     (tmp_path / name).write_bytes(bytes(100))
     os.utime(tmp_path / name, (now - age, now - 100))
+  cache._drop_oldest(tmp_path, largest_bytes=400)
+  assert (tmp_path / cache.STEPS / "oldest").exists()
   cache._drop_oldest(tmp_path, largest_bytes=300)
   assert entries(tmp_path) == {"new-cache", "middle-cache", "old-cache"}
+  assert not (tmp_path / cache.STEPS / "oldest").exists()
   cache._drop_oldest(tmp_path, largest_bytes=250)
   assert entries(tmp_path) == {"new-cache", "middle-cache"}
   assert (tmp_path / "not an entry").exists()

@@ -27,7 +27,7 @@ SENTENCE = "interrupted; what was saved before is kept"
 DRIVER = """
 import os, signal, sys, time
 from maxbatch import train
-from maxbatch.compile import step_file
+from maxbatch.compile import step_cache
 from maxbatch.modes import run
 where = sys.argv[1]
 def long_one(*_):
@@ -38,7 +38,7 @@ def long_one(*_):
     if where != "eval_rows":
       raise
     time.sleep(600)  # an exception that is lost on its way
-place = {"compiled_step": step_file}.get(where, run)
+place = {"compiled_step": step_cache}.get(where, run)
 assert hasattr(place, where)
 setattr(place, where, long_one)
 train.leave_together(train.main(sys.argv[2:]))

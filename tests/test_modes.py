@@ -13,7 +13,7 @@ from test_coupling import FSDP, register
 
 from maxbatch import train, train_rl
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.compile import compile_step, step_file
+from maxbatch.compile import compile_step, step_cache
 from maxbatch.compile.compile_step import compile_reports
 from maxbatch.compile.measured_time import Timing
 from maxbatch.modes.method import Purpose
@@ -128,14 +128,14 @@ def test_what_compiles_but_exceeds_the_budget_is_not_timed(tmp_path, clock, caps
 @pytest.mark.parametrize("keys", [{}, {"accumulation": "streamed"}, {"ici_fsdp_parallelism": 2}])
 def test_the_report_is_of_the_program_that_training_runs(tmp_path, monkeypatch, keys):
   ran: list[str] = []
-  compiled = step_file.compiled_step
+  compiled = step_cache.compiled_step
 
   def keep(*arguments: Any) -> Any:
     step: Any = compiled(*arguments)
     ran.append(step.as_text())
     return step
 
-  monkeypatch.setattr(step_file, "compiled_step", keep)
+  monkeypatch.setattr(step_cache, "compiled_step", keep)
   trained(tmp_path, micro_batch_size=2, **keys)
   of = config(**KEYS | {"micro_batch_size": 2} | keys)
   plan = plan_batches(of.batch, of.run, topology(of.mesh, 8))
@@ -335,7 +335,7 @@ def test_a_saved_step_trains_to_the_same_bits(tmp_path, monkeypatch, capsys, how
   else:
     assert main(command(tmp_path / "saving", **saving, compile_only="true")) == 0
   assert f"The compiled step is in {file}; compiled_step={file} runs it" in capsys.readouterr().out
-  monkeypatch.setattr(step_file, "compiled_step", lambda *_: pytest.fail("compiled"))
+  monkeypatch.setattr(step_cache, "compiled_step", lambda *_: pytest.fail("compiled"))
   assert trained(tmp_path / "loaded", **keys, compiled_step=file) == expected
   other = keys | {"micro_batch_size": 4, "compiled_step": file}
   assert main(command(tmp_path / "other", **other)) == 2

@@ -131,7 +131,7 @@ def test_the_batch_is_kept_on_fewer_replicas(text, tmp_path, monkeypatch):
 def test_ten_phases_at_one_microbatch_compile_once(text, tmp_path, monkeypatch):
   compiled, compile_step = [], build.compiled_step
   monkeypatch.setattr(
-    "maxbatch.compile.step_file.compiled_step",
+    "maxbatch.compile.step_cache.compiled_step",
     lambda *all_: compiled.append(all_[-1]) or compile_step(*all_),
   )
   keys = {"batch_size": 80, "batch_schedule_length": 720, "total_samples": 1040}
@@ -164,7 +164,7 @@ def test_another_microbatch_is_compiled_before_its_phase(text, tmp_path, monkeyp
       assert time.monotonic() < end, "the next shape is not compiled while this one trains"
       time.sleep(0.01)
 
-  monkeypatch.setattr("maxbatch.compile.step_file.compiled_step", compile_noted)
+  monkeypatch.setattr("maxbatch.compile.step_cache.compiled_step", compile_noted)
   monkeypatch.setattr(Hooks, "publish", publish_noted)
   keys = {
     "batch_schedule_type": "constant",

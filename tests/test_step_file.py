@@ -32,6 +32,7 @@ from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import bypassed
 from maxbatch.hardware.devices import topology_devices
+from maxbatch.training import build
 from maxbatch.training.build import build_trainer, compiled_step, train_rows
 
 KEYS = {"dataset_type": "synthetic", "gradient_accumulation_steps": 2}
@@ -53,6 +54,7 @@ class Run:
     return step_identity.header(self.config, self.plan, self.trainer, self.data.train)
 
   def compiled(self, micro_batch: int):
+    build._compiled_step.cache_clear()  # Another test's may have been loaded from the cache.
     return compiled_step(self.config, self.plan, self.trainer, self.data.train, micro_batch)
 
   def three_steps(self, step) -> tuple[dict[str, int], list[float]]:

@@ -8,6 +8,7 @@ belong to you.
 
 import contextlib
 import hashlib
+import itertools
 import os
 import platform
 import sys
@@ -26,7 +27,9 @@ from maxbatch.run_folder.paths import compiled_programs
 
 OFF = "none"
 _LARGEST_BYTES = 8 * GIB
-_ENTRIES = "*-cache"
+STEPS = "steps"
+"""The folder of steps that need no tracing (step_cache.py), in that of the programs."""
+_ENTRIES = "*-cache", f"{STEPS}/*"
 _MINIMUM = "jax_persistent_cache_min_compile_time_secs"
 _DIRECTORY = "jax_compilation_cache_dir"
 
@@ -144,7 +147,7 @@ def _drop_oldest(folder: Path, largest_bytes: int = _LARGEST_BYTES) -> None:
   jax's own limit needs another package, and stops writing once an entry lost its companion file.
   """
   results = []
-  for entry in folder.glob(_ENTRIES):
+  for entry in itertools.chain.from_iterable(map(folder.glob, _ENTRIES)):
     with contextlib.suppress(OSError):  # Another run may have removed it.
       status = entry.stat()
       results.append((max(status.st_atime, status.st_mtime), status.st_size, entry))

@@ -1,4 +1,4 @@
-"""The compiled steps of a run: from the compiler or out of a file, which is refused for any other run.
+"""Compiled steps in a file, which is refused for any run that would compile others.
 
 The file: a magic line; length and SHA-256 of a JSON header; the header; the programs, one per
 microbatch. The header says what the programs were made from, and each program's length and SHA-256.
@@ -14,13 +14,12 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import jax
 from jax.experimental import serialize_executable
 
-from maxbatch.compile.compile_step import check_device_memory
 from maxbatch.compile.step_identity import (
   CONFIGURATION,
   ENVIRONMENT,
@@ -34,9 +33,7 @@ from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.data.rows import RowSource
 from maxbatch.errors import UserError
-from maxbatch.hardware.compiler_flags import bypassed
 from maxbatch.run_folder.atomic import nearest, replacing
-from maxbatch.training.build import compiled_step
 from maxbatch.training.step import Step, Trainer
 
 _KIND = b"maxbatch compiled step "
@@ -112,11 +109,11 @@ def check_saves(path: str) -> None:
     )
 
 
-def load(path: str, header: Mapping[str, object]) -> dict[int, jax.stages.Compiled]:
+def load(path: str, header: Mapping[str, object] | None) -> dict[int, jax.stages.Compiled]:
   """Returns the compiled steps of a file by microbatch, loaded onto the devices of this process.
 
   Args:
-    header: what this run would make its programs from.
+    header: what this run would make its programs from; None: what the file was made from.
 
   Raises:
     UserError: there is no such file, it is damaged, or it was made for another run; names what
@@ -134,11 +131,10 @@ def check_loads_step(config: Config, plan: BatchPlan, trainer: Trainer, source: 
   _payloads(config.compile.compiled_step, header(config, plan, trainer, source))
 
 
-def _payloads(path: str, header: Mapping[str, object]) -> dict[int, bytes]:
+def _payloads(path: str, header: Mapping[str, object] | None) -> dict[int, bytes]:
   """Returns the programs of a file by microbatch, pickled. Raises UserError: as `load`."""
   with _reading(path) as opened:
-    lines = differences(opened.made_from, json.loads(json.dumps(dict(header))))
-    if lines:
+    if header and (lines := differences(opened.made_from, json.loads(json.dumps(dict(header))))):
       listed = "\n".join(f"  {line}" for line in lines)
       raise UserError(
         f"compiled_step={path} was compiled for another run:\n{listed}\nSet these back, or compile "
@@ -286,27 +282,3 @@ def save_steps(
   programs = {size: cast(jax.stages.Compiled, step) for size, step in steps.items()}
   save(path, header(config, plan, trainer, source), programs)
   print(f"The compiled step is in {path}; compiled_step={path} runs it", flush=True)
-
-
-def step_compiler(
-  config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource
-) -> Callable[[int], Step]:
-  """Returns what gives a microbatch's compiled step: the file compiled_step, or the compiler.
-
-  Raises:
-    UserError: the file is damaged or was made for another run, or a step needs more memory than
-      device_memory_gb.
-  """
-  if config.compile.compiled_step:
-    made_from = header(config, plan, trainer, source)
-    return load(config.compile.compiled_step, made_from).__getitem__
-
-  def compiled(micro_batch: int) -> Step:
-    # What is saved must come from the compiler, not from the compilation cache.
-    with bypassed() if config.compile.save_compiled_step else contextlib.nullcontext():
-      step = compiled_step(config, plan, trainer, source, micro_batch)
-    platform = trainer.mesh.devices.flat[0].platform
-    check_device_memory(config, plan, cast(jax.stages.Compiled, step), micro_batch, platform)
-    return step
-
-  return compiled

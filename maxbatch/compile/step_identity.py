@@ -76,17 +76,22 @@ def header(
   left_out = {key for section in _NOT_RECORDED for key in declared(section)}
   return {
     LOWERED: hashes,
-    ENVIRONMENT: {
-      **_devices(plan, trainer),
-      **compiler_environment(trainer.mesh.devices.flat[0]),
-      "compiler_flags": str(trainer.compiler_flags),
-    },
+    ENVIRONMENT: environment(plan, trainer),
     SIZES: {
       "micro_batch_to_train": list(plan.micro_batches),
       "microbatch_capacity": None if streams(config) else plan.microbatch_capacity,
     },
     CONFIGURATION: {k: value for k, value in to_flat_dict(config).items() if k not in left_out},
     LIBRARIES: library_versions(),
+  }
+
+
+def environment(plan: BatchPlan, trainer: Trainer) -> dict[str, object]:
+  """Returns the devices, versions, settings and flags that turn lowered programs into machine code."""
+  return {
+    **_devices(plan, trainer),
+    **compiler_environment(trainer.mesh.devices.flat[0]),
+    "compiler_flags": str(trainer.compiler_flags),
   }
 
 

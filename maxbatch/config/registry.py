@@ -26,7 +26,7 @@ import yaml
 
 from maxbatch.config.declare import Key, Name, PlugIns, declared
 from maxbatch.config.find import Entry, did_you_mean, shown
-from maxbatch.config.schema import fields, sections
+from maxbatch.config.schema import Config, fields, sections, to_flat
 from maxbatch.config.value import convert, describe, plain
 from maxbatch.errors import UserError
 
@@ -163,6 +163,16 @@ class PlugIn:
 def naming_keys() -> tuple[str, ...]:
   """Returns the keys that can name a plug-in."""
   return tuple(key for key, (_, one) in fields().items() if one.type in (Name, tuple[Name, ...]))
+
+
+def names_plugin(config: Config) -> bool:
+  """Returns whether a key names code that is not maxbatch's, with keys of its own or without."""
+  values, own = to_flat(config), f"{__name__.partition('.')[0]}."
+  for key in naming_keys():
+    names = values[key] if isinstance(values[key], tuple) else (values[key],)
+    if any(":" in name and not name.startswith(own) for name in names):
+      return True
+  return False
 
 
 def named_plugins(layers: Sequence[Mapping[str, Entry]], *, imports: bool) -> tuple[PlugIn, ...]:

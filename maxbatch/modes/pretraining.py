@@ -20,7 +20,7 @@ from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.find import newest_record
 from maxbatch.checkpoints.record import changed_settings, settings
-from maxbatch.compile.step_file import step_compiler
+from maxbatch.compile.step_cache import step_compiler
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import counted, text

@@ -17,7 +17,8 @@ from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
 from maxbatch.checkpoints.record import identity, settings
 from maxbatch.command_line.screen import for_screen
-from maxbatch.compile.step_file import check_loads_step, made_from, save_steps, step_compiler
+from maxbatch.compile.step_cache import step_compiler
+from maxbatch.compile.step_file import check_loads_step, made_from, save_steps
 from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.conversion.source import FROZEN

@@ -27,8 +27,7 @@ from maxbatch.hardware.compiler_flags import (
   is_short_of_vector_memory,
   writes_operands,
 )
-from maxbatch.hardware.devices import Device, machine_bytes
-from maxbatch.hardware.heap import keep_temporaries
+from maxbatch.hardware.devices import Device
 from maxbatch.hardware.sharding import (
   LogicalAxes,
   make_mesh,
@@ -300,10 +299,7 @@ def compiled_step(
 
 @functools.lru_cache(_KEPT)
 def _compiled_step(trainer: Trainer, rows: Rows) -> Step:
-  compiled = _traced_step(trainer, rows).lower().compile(trainer.compiler_flags.options)
-  processes = num_processes(trainer.mesh)  # Perhaps all of this machine.
-  keep_temporaries(compiled, trainer.mesh.local_devices, machine_bytes() // processes)
-  return compiled
+  return _traced_step(trainer, rows).lower().compile(trainer.compiler_flags.options)
 
 
 def eval_batch_rows(plan: BatchPlan, trainer: Trainer, source: RowSource) -> Rows:
