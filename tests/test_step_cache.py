@@ -62,11 +62,24 @@ def first(tmp_path_factory) -> tuple[pathlib.Path, Start]:
   return folder, start
 
 
-def test_a_second_start_traces_no_step_and_trains_to_the_same_losses(first):
+def test_a_second_start_traces_no_step_and_trains_to_the_same_losses_until_code_changes(
+  first, tmp_path
+):
   folder, start = first
-  second = Start(folder)
+  shutil.copytree(folder / "cache", tmp_path / "cache")
+  shutil.copytree(REPOSITORY / "maxbatch", tmp_path / "moved" / "maxbatch")
+  shutil.copytree(REPOSITORY / "configs", tmp_path / "moved" / "configs")
+  second = Start(tmp_path, package=tmp_path / "moved")
   assert not second.traces_step
   assert second.losses == start.losses
+  rates = tmp_path / "moved" / "maxbatch" / "training" / "optimizer.py"
+  code = rates.read_text()
+  before = 'u * extra["learning_rate"]'
+  assert before in code
+  rates.write_text(code.replace(before, f"2 * {before}"))
+  changed = Start(tmp_path, package=tmp_path / "moved")
+  assert changed.traces_step
+  assert changed.losses != start.losses
 
 
 def test_what_is_no_part_of_the_step_may_be_another(first):
@@ -98,24 +111,6 @@ def test_a_damaged_step_is_traced_again_and_replaced(first, tmp_path):
   assert second.traces_step
   assert second.losses == start.losses
   assert [file.read_bytes() == damaged[file] for file in kept(tmp_path)].count(False) == 1
-
-
-def test_changed_code_is_another_step(first, tmp_path):
-  folder, start = first
-  shutil.copytree(folder / "cache", tmp_path / "cache")
-  shutil.copytree(REPOSITORY / "maxbatch", tmp_path / "moved" / "maxbatch")
-  shutil.copytree(REPOSITORY / "configs", tmp_path / "moved" / "configs")
-  same = Start(tmp_path, package=tmp_path / "moved")
-  assert not same.traces_step
-  assert same.losses == start.losses
-  rates = tmp_path / "moved" / "maxbatch" / "training" / "optimizer.py"
-  code = rates.read_text()
-  before = 'u * extra["learning_rate"]'
-  assert before in code
-  rates.write_text(code.replace(before, f"2 * {before}"))
-  changed = Start(tmp_path, package=tmp_path / "moved")
-  assert changed.traces_step
-  assert changed.losses != start.losses
 
 
 def test_a_plug_in_is_traced_at_every_start(tmp_path):

@@ -173,11 +173,11 @@ def _is_command() -> bool:
 
 @functools.cache
 def _code() -> str | None:
-  """Hashes the files of which steps are traced; None if one is newer than what was imported of it."""
+  """Hashes the code of which steps are traced, and its tables; None if one file is newer than the imports."""
   digest = hashlib.sha256()
   for package in (maxbatch, flax, optax):
     folder = Path(package.__path__[0])
-    for file in sorted(folder.rglob("*.py")):
+    for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
       if file.stat().st_mtime >= maxbatch.IMPORTED_AT:
         return None
       digest.update(f"{package.__name__}/{file.relative_to(folder)} ".encode())
