@@ -85,7 +85,7 @@ def arguments(devices: int, accumulation: int, **keys: object) -> list[str]:
     "dataset_type": "synthetic",
     "enable_checkpointing": "false",
     "generate_length": 0,
-    "eval_samples": ROWS,
+    "eval_fraction": 0,  # The peer evaluates nothing, neither before the first step nor later.
     "log_period": 1,
   }
   return ["config=base", *(f"{key}={value}" for key, value in (values | keys).items())]

@@ -167,6 +167,11 @@ def test_synthetic_rows_are_a_pure_function_of_seed_and_index():
   assert (other.train.rows(np.array([5]))["inputs"] != many["inputs"][:1]).any()
 
 
+def test_synthetic_data_without_validation():
+  data = dataclasses.replace(SYNTHETIC, eval_fraction=0.0)
+  assert build_dataset(data, 16).validation is None
+
+
 def test_synthetic_validation_is_other_rows_and_ends():
   dataset = synthetic(seed=3)
   assert dataset.validation is not None

@@ -75,7 +75,7 @@ def build_synthetic(data: DataConfig, tokenizer: Tokenizer, max_target_length: i
 
   return Dataset(
     train=part(0, _TRAIN_ROWS),
-    validation=part(1, _VALIDATION_ROWS),
+    validation=part(1, _VALIDATION_ROWS) if data.eval_fraction else None,
     fingerprint=f"synthetic-{data.data_shuffle_seed}",
     description=f"random tokens, seed {data.data_shuffle_seed}",
   )

@@ -60,6 +60,7 @@ EVAL_FILES = when(
   {"dataset_type": "hf", "hf_eval_split": besides("", like="validation")},
 )
 NO_EVAL_FILES = when(
+  {"dataset_type": "synthetic"},
   {"dataset_type": "text", "eval_dataset_path": ""},
   {"dataset_type": "grain", "grain_eval_files": ""},
   {"dataset_type": "hf", "hf_eval_files": "", "hf_eval_split": ""},

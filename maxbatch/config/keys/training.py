@@ -76,10 +76,10 @@ class DataConfig(Section, heading="the data"):
   """Validation text, as dataset_path; empty: files of dataset_path named valid, val, dev, eval or
   test, or else eval_fraction of it."""
   eval_fraction: Annotated[float, Range(low=0, high=0.9)] = key(
-    0.05, CHANGEABLE, TEXT_OR_OWN_PROMPTS, REAL_DATA, NO_EVAL_FILES
+    0.05, CHANGEABLE, TEXT_OR_OWN_PROMPTS, NO_EVAL_FILES
   )
   """Share of the bytes held out for validation: whole files, and the end of large ones; 0: no
-  validation."""
+  validation, nor of synthetic data."""
   dataset_cache_directory: Path = key("", CHANGEABLE, TOKENIZED_TEXT, REAL_DATA)
   """Folder of the token caches; empty: the user's cache folder."""
   tokenizer_type: Name = key("byte", FIXED)
