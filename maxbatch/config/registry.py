@@ -169,9 +169,10 @@ def names_plugin(config: Config) -> bool:
   """Returns whether a key names code that is not maxbatch's, with keys of its own or without."""
   values, own = to_flat(config), f"{__name__.partition('.')[0]}."
   for key in naming_keys():
-    names = values[key] if isinstance(values[key], tuple) else (values[key],)
-    if any(":" in name and not name.startswith(own) for name in names):
-      return True
+    value = values[key]
+    for name in map(str, value if isinstance(value, tuple) else (value,)):
+      if ":" in name and not name.startswith(own):
+        return True
   return False
 
 
