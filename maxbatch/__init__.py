@@ -83,10 +83,10 @@ __all__ = [
   "sum_denominators",
   "train_step",
 ]
-# What the package exports and where it is, once more for Python as for type checkers above.
 IMPORTED_AT = time.time()
 """When this process began to read the files of maxbatch, in seconds since 1970."""
 
+# What the package exports and where it is, once more for Python as for type checkers above.
 _EXPORTS = {
   "Accumulated": "maxbatch.core.accumulate",
   "Squares": "maxbatch.core.accumulate",

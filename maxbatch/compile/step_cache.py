@@ -73,7 +73,7 @@ def step_compiler(
     else:
       step = _kept_or_made(code, identity(config, plan, trainer, source, micro_batch), make)
     keep_temporaries(step, devices, share)
-    check_device_memory(config, plan, step, micro_batch, devices[0].platform)
+    check_device_memory(config, plan, step, micro_batch, trainer.mesh.devices.flat[0].platform)
     return step
 
   return compiled
@@ -157,6 +157,7 @@ def identity(
     "pipeline": repr(trainer.pipeline),
     "microbatches": phases if streams(config) else None,
     "rows": [str(jax.tree.structure(rows)), *map(repr, jax.tree.leaves(rows))],
+    "devices": [device.id for device in trainer.mesh.devices.flat],
     "environment": environment(plan, trainer),
     "versions": {"python": platform.python_version(), **library_versions()},
     "settings": sorted(
