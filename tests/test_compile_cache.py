@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from preloaded import started
 from processes import environment
 from several_processes import free_port, wait
+from small_disk import fill, small
 
 from maxbatch.compile import cache
 from maxbatch.hardware.compiler_flags import bypassed
@@ -189,13 +190,28 @@ def test_a_folder_that_cannot_be_made_is_one_line_and_no_failure(tmp_path, capfd
 
 
 @pytest.mark.usefixtures("unset")
-def test_a_damaged_entry_is_compiled_anew(tmp_path):
+def test_a_damaged_entry_is_compiled_anew_and_replaced(tmp_path):
   cache.enable(str(tmp_path))
   compile_something(4)
   for entry in tmp_path.glob("*-cache"):
     entry.write_bytes(entry.read_bytes()[:20])
   with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
     compile_something(4)
+  compile_something(4)
+
+
+@pytest.mark.usefixtures("unset")
+def test_what_a_full_disk_left_of_an_entry_is_replaced_once_there_is_room(tmp_path):
+  with small(tmp_path / "disk", kibibytes=256) as disk:
+    cache.enable(str(disk / "programs"))
+    filler = fill(disk)
+    with pytest.warns(UserWarning, match="No space left on device"):
+      compile_something(5)
+    assert entries(disk / "programs")
+    filler.unlink()
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+      compile_something(5)
+    compile_something(5)
 
 
 @pytest.mark.usefixtures("unset")

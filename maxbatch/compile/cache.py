@@ -18,9 +18,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import cache_key
+from jax._src import cache_key, compilation_cache
 from jax.experimental import serialize_executable
-from jax.experimental.compilation_cache import compilation_cache
 
 from maxbatch.command_line.screen import GIB
 from maxbatch.run_folder.paths import compiled_programs
@@ -53,6 +52,7 @@ def enable(jax_cache_dir: str) -> Path | None:
     compilation_cache.reset_cache()
     return None
   find_those_of_process_0()
+  compilation_cache.get_executable_and_time = _read_or_remove
   folder = compiled_programs(jax_cache_dir)
   there = jax.config.values[_DIRECTORY]
   if there:
@@ -88,6 +88,23 @@ def _hash_devices(hash_object: Any, devices: np.ndarray) -> None:
     _hash_topology(hash_object, devices)
   else:
     hash_object.update(f"{places} {processor()}".encode())
+
+
+_read = compilation_cache.get_executable_and_time
+
+
+def _read_or_remove(cache_key: str, *arguments: Any) -> tuple[Any, int | None]:
+  """Reads an entry as jax does, and removes it if that fails.
+
+  jax warns then and compiles, but writes no entry that is there: what a killed process or a full disk has
+  left of one would fail at every start.
+  """
+  try:
+    return _read(cache_key, *arguments)
+  except Exception:
+    with contextlib.suppress(OSError):
+      Path(jax.config.values[_DIRECTORY], f"{cache_key}-cache").unlink()
+    raise
 
 
 def processor() -> str:
