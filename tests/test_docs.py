@@ -85,6 +85,15 @@ def test_every_link_of_a_file_outside_of_the_site_leads_somewhere(name):
   assert not [link for link in links if not (ROOT / link).exists()]
 
 
+def test_the_figures_beside_a_report_are_the_reports():
+  said = re.search(r"\]\((reports/\S+)\): a step of [^*]*", (FOLDER / "compile.md").read_text())
+  assert said
+  report = (FOLDER / said[1]).read_text()
+  figures = re.findall(r"\d+\.\d+(?: s|%| GiB)", said[0])
+  assert len(figures) == 3
+  assert all(figure in report for figure in figures)
+
+
 def test_the_readme_is_read_in_a_minute():
   assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
