@@ -77,6 +77,29 @@ def test_a_smaller_size_that_fits_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+  "mesh",
+  [
+    ("ici_data_parallelism=-1", "ici_fsdp_parallelism=1"),
+    ("ici_data_parallelism=-1", "ici_fsdp_parallelism=2"),
+    ("ici_data_parallelism=8", "ici_fsdp_parallelism=1"),
+  ],
+)
+def test_a_division_of_the_weights_that_fits_is_named(tmp_path, capsys, mesh):
+  keys = ["config=base", *KEYS, f"base_output_directory={tmp_path}", "device_memory_gb=0.0002"]
+  printed = refusal(capsys, train.main, *keys, *mesh, "validate_only=true")
+  offered = printed.rpartition("for example ")[2].split()
+  assert "ici_fsdp_parallelism=4" in offered
+  assert train.main([*keys, *mesh, *offered, "validate_only=true"]) == 0
+
+
+def test_no_division_of_the_weights_is_named_where_none_is_left(tmp_path, capsys):
+  keys = ["config=base", *KEYS, f"base_output_directory={tmp_path}", "device_memory_gb=0.00001"]
+  mesh = "ici_data_parallelism=1", "ici_fsdp_parallelism=-1"
+  printed = refusal(capsys, train.main, *keys, *mesh, "validate_only=true")
+  assert printed.endswith("for example a smaller model, or more devices\n")
+
+
+@pytest.mark.parametrize(
   ("main", "arguments", "said"),
   [
     (plan_command, ["num_devices=99999999999999"], "num_devices must be at most 1,048,576"),

@@ -330,9 +330,14 @@ def _given(config: Config, capacity: float) -> str:
 
 
 def _offer(config: Config, plan: BatchPlan, total: int, capacity: float) -> str:
-  shards, there = config.mesh.ici_fsdp_parallelism, plan.topology.num_devices
-  ways = [n for n in range(1, there + 1) if there % n == 0 and total * shards / n <= capacity]
-  return f"ici_fsdp_parallelism={ways[0]}" if ways else "a smaller model, or more devices"
+  """Returns keys with which each device holds a part that fits, of what is now whole on several."""
+  data, fsdp = plan.topology.ici["data"], plan.topology.ici["fsdp"]
+  parts = [n for n in range(2, data + 1) if data % n == 0 and total / n <= capacity]
+  if not parts:
+    return "a smaller model, or more devices"
+  keys = f"ici_fsdp_parallelism={fsdp * parts[0]}"
+  is_open = config.mesh.ici_data_parallelism == -1
+  return keys if is_open else f"ici_data_parallelism={data // parts[0]} {keys}"
 
 
 def _check_batch(config: Config, plan: BatchPlan, free: float, capacity: float) -> None:
