@@ -94,8 +94,17 @@ def test_a_v6e_writes_what_a_wide_mlp_reads_unless_flags_give_it_vector_memory()
 
 
 @TPU
-def test_all_reduces_run_beside_the_next_product_where_they_are_not_joined():
-  devices = topology_devices("v5e-64")
+@pytest.mark.parametrize(
+  ("slice_name", "overridden"),
+  [
+    ("v5e-64", "xla_jf_crs_combiner_threshold_in_bytes=125829120"),
+    ("v5e-16", "xla_jf_spmd_threshold_for_windowed_einsum_mib=1"),
+  ],
+)
+def test_all_reduces_run_beside_the_next_product_where_they_are_neither_joined_nor_in_windows(
+  slice_name, overridden
+):
+  devices = topology_devices(slice_name)
   mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))
   divided = NamedSharding(mesh, PartitionSpec("fsdp"))
 
@@ -104,7 +113,7 @@ def test_all_reduces_run_beside_the_next_product_where_they_are_not_joined():
 
   def beside(flags: str) -> int:
     x_BD, dy_BF = (
-      jax.ShapeDtypeStruct((64 * 1024, width), jnp.bfloat16, sharding=divided)
+      jax.ShapeDtypeStruct((len(devices) * 1024, width), jnp.bfloat16, sharding=divided)
       for width in (2048, 4096)
     )
     options = compiler_flags(flags, devices[0]).options
@@ -112,8 +121,8 @@ def test_all_reduces_run_beside_the_next_product_where_they_are_not_joined():
       program = jax.jit(gradients).lower(x_BD, [dy_BF] * 3).compile(options)
     return (program.as_text() or "").count('custom_call_target="AsyncCollectiveStart"')
 
-  joined = "all_reduces --xla_jf_crs_combiner_threshold_in_bytes=125829120"
-  assert (beside("none"), beside(joined), beside("all_reduces")) == (0, 0, 2)
+  without = f"all_reduces --{overridden}"
+  assert (beside("none"), beside(without), beside("all_reduces")) == (0, 0, 2)
 
 
 @TPU

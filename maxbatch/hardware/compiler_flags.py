@@ -71,10 +71,12 @@ _ASYNC_ALL_REDUCE = (
   "xla_tpu_enable_async_collective_fusion_fuse_all_reduce=true "
   "xla_tpu_enable_async_collective_fusion_multiple_steps=true "
   "xla_tpu_overlap_compute_collective_tc=true xla_enable_async_all_reduce=true "
-  "xla_jf_crs_combiner_threshold_in_bytes=1048576"
+  "xla_jf_crs_combiner_threshold_in_bytes=1048576 "
+  "xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"
 )
 """All-reduces of gradients beside the next product. The compiler by default joins gradients to messages of up to
-120 MiB, and only one that is on its own can run beside a product: those from 1 MiB on stay apart."""
+120 MiB, and only one that is on its own can run beside a product: those from 1 MiB on stay apart. On small slices
+it divides products into windows, between which parts of sums are sent on; then there are no all-reduces."""
 _DATA_PARALLEL = (
   "xla_tpu_enable_data_parallel_all_reduce_opt=true "
   "xla_tpu_data_parallel_opt_different_sized_ops=true"
@@ -120,7 +122,8 @@ FLAG_SETS: Mapping[str, Mapping[str, FlagSet]] = {
     "all_reduces": FlagSet(
       _ASYNC_ALL_REDUCE,
       "MaxText's benchmarks/xla_flags_library.py, continuation fusion for all-reduces, with gradients that are "
-      "not joined to one message: MaxText's and MLPerf's scripts for v5e set their number, this their bytes",
+      "not joined to one message: MaxText's and MLPerf's scripts for v5e set their number, this their bytes; "
+      "without windows, as in MaxText's recipes",
     ),
   },
   "v5p": {
