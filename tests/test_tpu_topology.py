@@ -20,12 +20,14 @@ from maxbatch.compile.program import (
   refuse_if_too_large,
 )
 from maxbatch.compile.report_time import TESTED_VERSIONS, why_not_estimated
+from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import CHIPS
 from maxbatch.estimate.costs import program_costs
 from maxbatch.estimate.hlo import parse
 from maxbatch.estimate.step_time import estimate
 from maxbatch.hardware.compiler_flags import bypassed
 from maxbatch.hardware.devices import topology_devices
+from maxbatch.hardware.sharding import constrain, gathered, make_mesh
 from maxbatch.train import main
 
 pytest.importorskip("libtpu")
@@ -205,6 +207,33 @@ def test_fsdp_gathers_in_every_pass(tmp_path):
   assert reduced > 2 * matrices
   for kind in ("all-gather", "reduce-scatter", "all-reduce"):
     assert moved(report, kind, inside=False) < 0.01 * moved(report, "all-gather", inside=True)
+
+
+@pytest.mark.parametrize(("mlp", "is_there"), [(7168, True), (11008, False)])
+def test_a_large_matrix_is_not_gathered_to_vector_memory(mlp, is_there):
+  on_mesh = make_mesh(Topology.of(fsdp=4), topology_devices("v5e-4"))
+  layers, tokens, emb = 4, 8192, 4096
+
+  def shape(sizes, *names):
+    place = jax.sharding.NamedSharding(on_mesh, jax.sharding.PartitionSpec(*names))
+    return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=place)
+
+  def layer(x, matrices):
+    up, down = matrices
+    y = x @ gathered(up, ("embed", "mlp")) @ gathered(down, ("mlp", "embed"))
+    return constrain(y, ("batch", None)), None
+
+  matrices = (
+    shape((layers, emb, mlp), None, "fsdp"),
+    shape((layers, mlp, emb), None, None, "fsdp"),
+  )
+  with bypassed(), jax.sharding.use_abstract_mesh(on_mesh.abstract_mesh):
+    step = jax.jit(lambda x, matrices: jax.lax.scan(layer, x, matrices)[0])
+    text = program_text(step.trace(shape((tokens, emb), "fsdp"), matrices).lower())
+  layouts = re.findall(rf"bf16\[(?:1,)?(?:{emb},{mlp}|{mlp},{emb})\]{{([^}}]*)}}", text)
+  assert layouts
+  # What XLA calls memory space 1.
+  assert any("S(1)" in layout for layout in layouts) == is_there
 
 
 def test_gpt2_small_over_data_and_fsdp(tmp_path):

@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from maxbatch.hardware.shard_maps import by_columns, has_columns, over_rows
-from maxbatch.hardware.sharding import LogicalAxes, auto_axis_sizes, local_shape
+from maxbatch.hardware.sharding import LogicalAxes, auto_axis_sizes, is_for, is_piped, local_shape
 from maxbatch.precision.policy import Policy
 
 _GELU = math.sqrt(2 / math.pi), 0.044715
@@ -29,17 +29,12 @@ _LEAST_COLUMNS = 512
 
 def is_for_tpu() -> bool:
   """Returns whether what is traced here is for TPUs; not without a mesh."""
-  return _platform() == "tpu"
+  return is_for("tpu")
 
 
 def is_for_gpu() -> bool:
   """Returns whether what is traced here is for GPUs; not without a mesh."""
-  return _platform() == "gpu"
-
-
-def _platform() -> str:
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  return "" if device is None else device.platform
+  return is_for("gpu")
 
 
 def projected(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
@@ -64,8 +59,7 @@ def is_turned(axes: LogicalAxes, shape: Sequence[int]) -> bool:
 
   On TPU where they divide it: gathered along it, heads are moved once more. Not in a pipeline's stage.
   """
-  is_piped = jax.sharding.get_abstract_mesh().shape.get("stage", 1) > 1
-  return is_for_tpu() and len(shape) > 2 and not is_piped and has_columns(axes, shape)
+  return is_for_tpu() and len(shape) > 2 and not is_piped() and has_columns(axes, shape)
 
 
 def turned_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
