@@ -23,7 +23,7 @@ from maxbatch.errors import UserError
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import GPU_DATA, PREALLOCATED, chip_for
 from maxbatch.estimate.gpu_corrections import left_out
-from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags, bypassed
+from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags, bypassed, flags_of_program
 from maxbatch.hardware.devices import Device, machine_bytes
 from maxbatch.hardware.topologies import slice_named
 from maxbatch.training.build import eval_batch_rows, step_rows, streams, traced_step
@@ -137,7 +137,8 @@ def _program(
 ) -> CompiledProgram:
   began = time.perf_counter()
   traced = trace()
-  step, text = compiled(traced, config.compile, trainer.compiler_flags)
+  flags = flags_of_program(trainer.compiler_flags, traced, trainer.mesh)
+  step, text = compiled(traced, config.compile, flags)
   device = trainer.mesh.devices.flat[0]
   return CompiledProgram(
     step=step,

@@ -7,7 +7,7 @@ the half below the diagonal, as MaxText and most published utilisations count.
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -110,9 +110,8 @@ def _collect_named(jaxpr: core.Jaxpr, ways: int, arrays: dict[str, set[Any]]) ->
       size = ways * math.prod(aval.shape) * aval.dtype.itemsize
       arrays[parameters["name"]].add(((aval.shape, aval.dtype.name), size))
     more = _times(name, parameters) if name == "shard_map" else 1
-    for value in parameters.values():
-      for each in _jaxprs(value):
-        _collect_named(each, ways * more, arrays)
+    for each in core.jaxprs_in_params(parameters):
+      _collect_named(each, ways * more, arrays)
 
 
 def _flops(jaxpr: core.Jaxpr, is_used: Iterable[bool] = itertools.repeat(True)) -> _Places:
@@ -147,7 +146,7 @@ def _of_equation(equation: Any, is_used: Iterable[bool]) -> _Places:
   # A loop of one iteration carries nothing to another: of a stage of one layer, what no other layer reads.
   is_whole = name != "scan" or parameters["length"] == 1
   within = is_used if is_whole else itertools.repeat(True)
-  parts = [_flops(each, within) for value in parameters.values() for each in _jaxprs(value)]
+  parts = [_flops(each, within) for each in core.jaxprs_in_params(parameters)]
   times = _times(name, parameters)
   return {place: times * flops for place, flops in _added(parts).items()}
 
@@ -193,14 +192,6 @@ def _times(name: str, parameters: dict[str, Any]) -> int:
   if name == "shard_map":
     return math.prod(parameters["mesh"].shape[axis] for axis in parameters["newly_manual_axes"])
   return 1
-
-
-def _jaxprs(value: Any) -> Iterator[core.Jaxpr]:
-  for each in value if isinstance(value, tuple | list) else [value]:
-    if isinstance(each, core.ClosedJaxpr):
-      yield each.jaxpr
-    elif isinstance(each, core.Jaxpr):
-      yield each
 
 
 def _product(equation: Any) -> float:

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from maxbatch.config.find import did_you_mean
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import CHIPS, GPUS, chip_for
+from maxbatch.hardware.heap import in_pieces
 
 _DIRECTORY = "jax_compilation_cache_dir"
 
@@ -239,6 +240,20 @@ def quick_flags(platform: str) -> Flags:
   if platform != "cpu" or jax.config.values["jax_disable_most_optimizations"]:
     return ()
   return (("xla_backend_optimization_level", "1"),)
+
+
+def flags_of_program(flags: CompilerFlags, traced: jax.stages.Traced, mesh: Mesh) -> CompilerFlags:
+  """Returns a trainer's flags with those that follow from a traced program."""
+  return flags._replace(
+    of_platform=flags.of_platform + in_pieces(traced.jaxpr, list(mesh.devices.flat))
+  )
+
+
+def compiled_with(
+  flags: CompilerFlags, traced: jax.stages.Traced, mesh: Mesh
+) -> jax.stages.Compiled:
+  """Compiles a traced program with a trainer's flags, and those that follow from it."""
+  return traced.lower().compile(flags_of_program(flags, traced, mesh).options)
 
 
 def compiler_flags(asked: str, device: Any) -> CompilerFlags:

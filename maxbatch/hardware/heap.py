@@ -7,19 +7,25 @@ temporaries of each size, so it is done only where the machine has plenty.
 
 Threads have heaps of 64 MiB each, and what is larger comes from the system, whatever it is told. One heap for
 all keeps that too, but the threads that compile, and those of several devices, wait for one another there: a
-first start on 8 devices took half as long again, and some of its steps twice as long. So one device has it.
+first start on 8 devices took half as long again, and some of its steps twice as long. So one device has it,
+and for several the compiler divides the temporaries into pieces of a heap's size.
 """
 
 import ctypes
+import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+from jax.extend import core
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 """Of glibc's malloc.h."""
 _OFF = -1
-_LARGEST_BYTES = 60 * 2**20
-"""Of a piece: the rest of a thread's heap is for what else it holds."""
+_HEAP_BYTES = 64 * 2**20
+"""Of a thread's heap; it may have several."""
+_PIECE_BYTES = 60 * 2**20
+"""The rest of a heap is for what else the thread holds."""
 _COPIES = 2
 """Of a step's temporaries, beside those in use, that one heap keeps at most."""
 _SHARE = 1 / 8
@@ -33,11 +39,43 @@ def share_one_heap(arguments: Collection[str]) -> None:
     _tell(_ARENA_MAX, 1)
 
 
+def in_pieces(traced: core.ClosedJaxpr, devices: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+  """Returns the compiler's flags that divide a step's temporaries into pieces which heaps keep.
+
+  None where one heap has all, and where an array is larger than a piece: it would not be kept, and XLA warns of it.
+
+  Args:
+    traced: the step. Of an array between its operations each device has its part, of an input perhaps all.
+    devices: all that run it.
+
+  Source: XLA's xla_multiheap_size_constraint_per_heap (heap_simulator.cc).
+  """
+  if len(devices) == 1 or devices[0].platform != "cpu":
+    return ()
+  sizes = [*map(_bytes, traced.in_avals), *_sizes(traced.jaxpr, len(devices))]
+  if max(sizes) > _PIECE_BYTES:
+    return ()
+  return (("xla_multiheap_size_constraint_per_heap", str(_PIECE_BYTES)),)
+
+
+def _sizes(jaxpr: core.Jaxpr, ways: int) -> Iterator[float]:
+  """Yields a device's bytes of the arrays that `ways` devices share."""
+  for equation in jaxpr.eqns:
+    yield from (_bytes(each.aval) / ways for each in equation.outvars)
+    within = 1 if equation.primitive.name == "shard_map" else ways
+    for inner in core.jaxprs_in_params(equation.params):
+      yield from _sizes(inner, within)
+
+
+def _bytes(aval: Any) -> int:
+  return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
+
+
 def keep_temporaries(program: Any, devices: Sequence[Any], machine_bytes: int) -> bool:
   """Tells the C library to keep what is freed, if that is little of the machine's memory.
 
   Args:
-    program: a jax.stages.Compiled, whose temporaries are to be kept.
+    program: a jax.stages.Compiled, whose temporaries are to be kept. On several devices what comes `in_pieces`.
     devices: of this process, on which it runs.
     machine_bytes: this process's share of the machine's memory.
 
@@ -46,11 +84,12 @@ def keep_temporaries(program: Any, devices: Sequence[Any], machine_bytes: int) -
   if not devices or devices[0].platform != "cpu":
     return False
   size = program.memory_analysis().temp_size_in_bytes
-  one = len(devices) == 1
-  kept = (_COPIES if one else _num_threads(devices)) * size
-  if kept > _SHARE * machine_bytes or (size > _LARGEST_BYTES and not one):
+  copies = _COPIES if len(devices) == 1 else _num_threads(devices)
+  if copies * size > _SHARE * machine_bytes:
     return False
-  return _tell(_MMAP_MAX, 0) and _tell(_TRIM_THRESHOLD, _OFF)
+  # A heap that is empty is given back unless the next one is to begin with as much.
+  options = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _OFF), (_TOP_PAD, _HEAP_BYTES))
+  return all(_tell(*option) for option in options)
 
 
 def _num_threads(devices: Sequence[Any]) -> int:

@@ -23,6 +23,7 @@ from maxbatch.data.rows import Dataset, Rows, RowSource, SourceRows
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import (
   CompilerFlags,
+  compiled_with,
   compiler_flags,
   is_short_of_vector_memory,
   writes_operands,
@@ -299,7 +300,8 @@ def compiled_step(
 
 @functools.lru_cache(_KEPT)
 def _compiled_step(trainer: Trainer, rows: Rows) -> Step:
-  return _traced_step(trainer, rows).lower().compile(trainer.compiler_flags.options)
+  traced = _traced_step(trainer, rows)
+  return compiled_with(trainer.compiler_flags, traced, trainer.mesh)
 
 
 def eval_batch_rows(plan: BatchPlan, trainer: Trainer, source: RowSource) -> Rows:
@@ -314,7 +316,8 @@ def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalS
 
 @functools.lru_cache(_KEPT)
 def _compiled_eval(trainer: Trainer, rows: Rows) -> EvalStep:
-  return alone_at_first(traced_eval(trainer, rows).lower().compile(trainer.compiler_flags.options))
+  traced = traced_eval(trainer, rows)
+  return alone_at_first(compiled_with(trainer.compiler_flags, traced, trainer.mesh))
 
 
 def _shapes(source: RowSource, leading: tuple[int, ...], place: RowPlacement) -> Rows:
