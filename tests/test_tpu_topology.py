@@ -236,6 +236,18 @@ def test_a_large_matrix_is_not_gathered_to_vector_memory(mlp, is_there):
   assert any("S(1)" in layout for layout in layouts) == is_there
 
 
+@pytest.mark.parametrize(("dtype", "is_placed"), [(jnp.bfloat16, True), (jnp.float32, False)])
+def test_a_large_matrix_of_32_bits_is_gathered_where_the_compiler_likes(dtype, is_placed):
+  on_mesh = make_mesh(Topology.of(fsdp=4), topology_devices("v5e-4"))
+  place = jax.sharding.NamedSharding(on_mesh, jax.sharding.PartitionSpec("fsdp"))
+  matrix = jax.ShapeDtypeStruct((4096, 11008), dtype, sharding=place)
+  with jax.sharding.use_abstract_mesh(on_mesh.abstract_mesh):
+    text = (
+      jax.jit(lambda matrix: gathered(matrix, ("embed", "mlp"))).trace(matrix).lower().as_text()
+    )
+  assert ("annotate_device_placement" in text) == is_placed
+
+
 def test_gpt2_small_over_data_and_fsdp(tmp_path):
   report = reported(
     tmp_path,
