@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from support import TINY, program_text
+from support import TINY, config, program_text
 
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile import compile_step
 from maxbatch.compile.program import (
   CompiledProgram,
@@ -27,8 +28,9 @@ from maxbatch.estimate.hlo import parse
 from maxbatch.estimate.step_time import estimate
 from maxbatch.hardware.compiler_flags import bypassed
 from maxbatch.hardware.devices import topology_devices
-from maxbatch.hardware.sharding import constrain, gathered, make_mesh
+from maxbatch.hardware.sharding import constrain, gathered, make_mesh, read_by
 from maxbatch.train import main
+from maxbatch.training.build import build_trainer, step_rows, traced_step
 
 pytest.importorskip("libtpu")
 
@@ -227,7 +229,8 @@ def test_a_large_matrix_is_not_gathered_to_vector_memory(mlp, is_there):
     shape((layers, emb, mlp), None, "fsdp"),
     shape((layers, mlp, emb), None, None, "fsdp"),
   )
-  with bypassed(), jax.sharding.use_abstract_mesh(on_mesh.abstract_mesh):
+  few = read_by(shape((4, tokens // 4), "fsdp"), on_mesh)
+  with bypassed(), jax.sharding.use_abstract_mesh(on_mesh.abstract_mesh), few:
     step = jax.jit(lambda x, matrices: jax.lax.scan(layer, x, matrices)[0])
     text = program_text(step.trace(shape((tokens, emb), "fsdp"), matrices).lower())
   layouts = re.findall(rf"bf16\[(?:1,)?(?:{emb},{mlp}|{mlp},{emb})\]{{([^}}]*)}}", text)
@@ -236,15 +239,22 @@ def test_a_large_matrix_is_not_gathered_to_vector_memory(mlp, is_there):
   assert any("S(1)" in layout for layout in layouts) == is_there
 
 
-@pytest.mark.parametrize(("dtype", "is_placed"), [(jnp.bfloat16, True), (jnp.float32, False)])
-def test_a_large_matrix_of_32_bits_is_gathered_where_the_compiler_likes(dtype, is_placed):
-  on_mesh = make_mesh(Topology.of(fsdp=4), topology_devices("v5e-4"))
-  place = jax.sharding.NamedSharding(on_mesh, jax.sharding.PartitionSpec("fsdp"))
-  matrix = jax.ShapeDtypeStruct((4096, 11008), dtype, sharding=place)
-  with jax.sharding.use_abstract_mesh(on_mesh.abstract_mesh):
-    text = (
-      jax.jit(lambda matrix: gathered(matrix, ("embed", "mlp"))).trace(matrix).lower().as_text()
-    )
+@pytest.mark.parametrize(
+  ("dtype", "tokens", "is_placed"),
+  [("bfloat16", 8192, True), ("float32", 8192, False), ("bfloat16", 16384, False)],
+)
+def test_a_large_matrix_of_many_bits_or_readers_is_gathered_where_the_compiler_likes(
+  dtype, tokens, is_placed
+):
+  keys = {"base_emb_dim": 4096, "base_mlp_dim": 11008, "base_num_decoder_layers": 1}
+  keys |= {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 4, "max_target_length": 2048}
+  settings = config(dtype=dtype, per_device_batch_size=tokens // 2048, attention="flash", **keys)
+  plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 4))
+  trainer = build_trainer(settings, plan, topology_devices("v5e-4"))
+  rows = step_rows(
+    plan, trainer, compile_step.placeholder_rows(settings), plan.micro_batch_to_train
+  )
+  text = str(traced_step(trainer, rows).jaxpr)
   assert ("annotate_device_placement" in text) == is_placed
 
 

@@ -3,6 +3,7 @@
 A dimension that the devices do not divide evenly is replicated, and reported.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Container, Mapping, Sequence
@@ -30,6 +31,8 @@ LogicalAxes = tuple[str | None, ...]
 _LARGE_BYTES = 64 * 2**20
 """Of a gathered matrix on a TPU: half of the vector memory of a core. With attention's of 34 MB in main memory, too, a
 step of Llama-2-7B took 3% longer."""
+_FEW_TOKENS = 8192
+"""Of a device: products with twice as many read a matrix in main memory so often that a step took 3% longer."""
 
 MESH_AXES = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.depth))
 """In the order in which shard_maps take them, the outer before the inner."""
@@ -242,6 +245,18 @@ def local_shape(axes: LogicalAxes, shape: Sequence[int]) -> tuple[int, ...]:
   return tuple(size // by for size, by in zip(shape, ways, strict=True))
 
 
+_tokens_of_device = jax.make_user_context(default_value=0)
+"""In the microbatch that is traced here; 0: unknown."""
+
+
+def read_by(
+  tokens_BT: jax.Array | jax.ShapeDtypeStruct, mesh: Mesh
+) -> contextlib.AbstractContextManager[None]:
+  """Returns a context in which parameters are gathered for these tokens of all devices, (…, B, T)."""
+  shape = tokens_BT.shape[-2:]
+  return _tokens_of_device(math.prod(sharding(("batch", "length"), shape, mesh).shard_shape(shape)))
+
+
 def gathered(parameter: jax.Array, axes: LogicalAxes) -> jax.Array:
   """Gathers a parameter for use: along `embed`, which fsdp shards only for storage.
 
@@ -260,7 +275,8 @@ def _gathered(parameter: jax.Array, axes: LogicalAxes) -> jax.Array:
   whole = constrain(parameter, of_use)
   item = parameter.dtype.itemsize
   is_large = used > stored and item <= 2 and used * item >= _LARGE_BYTES
-  return _in_main_memory(whole) if is_large and is_for("tpu") and not is_piped() else whole
+  has_few_readers = 0 < _tokens_of_device.value <= _FEW_TOKENS and not is_piped()
+  return _in_main_memory(whole) if is_large and has_few_readers and is_for("tpu") else whole
 
 
 _gathered.defvjp(

@@ -33,6 +33,7 @@ from maxbatch.hardware.sharding import (
   LogicalAxes,
   make_mesh,
   num_processes,
+  read_by,
   replicated_dims,
   sharding,
 )
@@ -285,7 +286,8 @@ def _traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
   flags = abstract_stop_flags(trainer.mesh)
   inputs = trainer.abstract, batch, microbatches, jax.ShapeDtypeStruct((), np.float32)
   device = trainer.mesh.devices.flat[0]
-  with writes_operands(is_short_of_vector_memory(trainer.compiler_flags, device)):
+  is_short = is_short_of_vector_memory(trainer.compiler_flags, device)
+  with writes_operands(is_short), read_by(rows.inputs, trainer.mesh):
     return step_function(trainer, batch).trace(*inputs, *(() if flags is None else (flags,)))
 
 
