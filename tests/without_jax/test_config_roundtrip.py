@@ -7,13 +7,14 @@ from fractions import Fraction
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from maxbatch.config import schema
 from maxbatch.config.declare import Example, Registered
 from maxbatch.config.find import model_names
 from maxbatch.config.load import load_config, to_flat_dict
+from maxbatch.errors import UserError
 
 BASE = load_config(["config=base"])
 
@@ -58,11 +59,18 @@ VALUES["model_name"] = st.sampled_from(model_names())
 def configs(draw: st.DrawFn) -> schema.Config:
   """The default with a few keys drawn anew."""
   drawn = {key: draw(VALUES[key]) for key in draw(st.sets(st.sampled_from(list(VALUES))))}
-  sections = {
-    name: dataclasses.replace(section, **{key: drawn[key] for key in vars(section) if key in drawn})
-    for name, section in vars(BASE).items()
-  }
-  return schema.Config(**sections)
+  try:
+    sections = {
+      name: dataclasses.replace(
+        section, **{key: drawn[key] for key in vars(section) if key in drawn}
+      )
+      for name, section in vars(BASE).items()
+    }
+    return schema.Config(**sections)
+  except (
+    UserError
+  ):  # Values that do not go together, such as more experts of a token than there are.
+    return reject()
 
 
 # The first draw builds hypothesis' tables of Unicode, which takes seconds on a busy machine.
