@@ -59,6 +59,7 @@ def _case(model: str, place: str, size: int, length: int, keys: str = "remat_pol
 
 
 _TWO = "gradient_accumulation_steps=2"
+_BFLOAT16_WEIGHTS = "remat_policy=full weight_dtype=bfloat16 weight_rounding=nearest"
 PUBLISHED = "remat_policy=full compiler_flags=published"
 ALL_REDUCES = "remat_policy=full compiler_flags=all_reduces"
 _WITHOUT_WINDOWS = (
@@ -91,6 +92,26 @@ ROWS: Mapping[str, Mapping[str, str]] = {
     "float16": f"{_FORMATS} precision=float16",
     "cbfloat16 (emulated)": f"{_FORMATS} precision=cbfloat16",
   },
+  "narrow": {
+    "GPT-2 small, v5e-16, 8 × 1024, `none`, no dropout": _case(
+      "gpt2-small", "v5e-16", 8, 1024, "remat_policy=none dropout_rate=0"
+    ),
+    "the same with dropout": _case("gpt2-small", "v5e-16", 8, 1024, "remat_policy=none"),
+    "the same with `full`, no dropout": _case(
+      "gpt2-small", "v5e-16", 8, 1024, "remat_policy=full dropout_rate=0"
+    ),
+    "SmolLM-360M, v6e-16, 8 × 2048, `minimal`": _case(
+      "smollm-360m", "v6e-16", 8, 2048, "remat_policy=minimal"
+    ),
+    "Qwen3-0.6B, v5e-16, 4 × 2048, `minimal`": _case(
+      "qwen3-0.6b", "v5e-16", 4, 2048, "remat_policy=minimal"
+    ),
+    "the same, 8 × 1024, `full`": _case("qwen3-0.6b", "v5e-16", 8, 1024),
+    "Llama-3.2-1B, v6e-8, 4 × 2048, `full`, bfloat16 weights": _case(
+      "llama3.2-1b", "v6e-8", 4, 2048, _BFLOAT16_WEIGHTS
+    ),
+    "Gemma-2-2B, v6e-16, 2 × 8192, `full`": _case("gemma2-2b", "v6e-16", 2, 8192),
+  },
   "reports": {
     "Llama-2-7B, v5e-256": _case("llama2-7b", "v5e-256", 4, 2048),
     "Llama-3-8B, v5e-256": _case("llama3-8b", "v5e-256", 4, 2048),
@@ -107,7 +128,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
       "v6e-8",
       4,
       2048,
-      "remat_policy=full weight_dtype=bfloat16 weight_rounding=nearest",
+      _BFLOAT16_WEIGHTS,
     ),
     "Mistral-7B, v6e-8, T=8192, theirs 6 per device, ours 3 with `compiler_flags=published`": _case(
       "mistral-7b", "v6e-8", 3, 8192, PUBLISHED
@@ -123,7 +144,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
       "v6e-8",
       4,
       2048,
-      "remat_policy=full weight_dtype=bfloat16 weight_rounding=nearest",
+      _BFLOAT16_WEIGHTS,
     ),
     "Llama-2-7B, v5p-64, 4 × 2048": _case("llama2-7b", "v5p-64", 4, 2048),
     "Llama-3.1-8B, v6e-16, 3 × 8192, published flags; queries, keys, values, outputs and inputs of layers on "
@@ -287,6 +308,7 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[dict[str, Any]], Sequence[st
   "pipeline": ((*_TIME_AND_PEAK, "utilisation"), pipeline),
   "slices": (_TIME_AND_PEAK, time_and_peak),
   "precision": (_TIME_AND_PEAK, time_and_peak),
+  "narrow": (_TIME_AND_PEAK, time_and_peak),
 }
 _BESIDE = Callable[[dict[str, Any], Any], Sequence[str]]
 BESIDE: Mapping[str, tuple[Sequence[str], _BESIDE]] = {
