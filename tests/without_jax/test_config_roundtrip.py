@@ -67,9 +67,8 @@ def configs(draw: st.DrawFn) -> schema.Config:
       for name, section in vars(BASE).items()
     }
     return schema.Config(**sections)
-  except (
-    UserError
-  ):  # Values that do not go together, such as more experts of a token than there are.
+  except UserError:
+    # Values that do not go together, such as more experts of a token than there are.
     return reject()
 
 
