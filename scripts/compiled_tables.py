@@ -3,10 +3,11 @@
     .venv/bin/python scripts/compiled_tables.py noise    # one of TABLES or PRINTED; minutes for each row
 
 Each row is `compile_only=true` with its keys. Reports stay in runs/compiled_tables, by the newest commit of
-the code and by the compiler: what was interrupted goes on where it was. `reports` also puts its reports into
-docs/reports.
+the code, by the compiler and by the keys: what was interrupted goes on where it was, and a step of several
+tables is compiled once. `reports` also puts its reports into docs/reports.
 """
 
+import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -234,9 +235,10 @@ def compiler() -> str:
   return f"jax {jax} and libtpu {libtpu}"
 
 
-def run(name: str, keys: str) -> tuple[pathlib.Path, str]:
-  """Compiles a configuration unless its report is there; returns the report's folder and what the command
-  printed. Raises SystemExit: it fails."""
+def run(keys: str) -> tuple[pathlib.Path, str]:
+  """Compiles a configuration unless its report is there, of this table or of another; returns the report's
+  folder and what the command printed. Raises SystemExit: it fails."""
+  name = hashlib.sha256(" ".join(sorted(shlex.split(keys))).encode()).hexdigest()[:12]
   folder = OUT / f"{sources_commit()}-{compiler().replace(' ', '-')}" / name
   printed = folder / "printed.txt"
   if not printed.exists():
@@ -348,7 +350,7 @@ def table(name: str) -> None:
   theirs = {**MAXTEXT, "published": PUBLISHED_USE}.get(name, ())
   lines = [["", *columns], ["---"] * (len(columns) + 1)]
   for at, (label, keys) in enumerate(ROWS[name].items()):
-    folder, _ = run(f"{name}{at}", keys)
+    folder, _ = run(keys)
     (row,) = json.loads((folder / "compile_report.json").read_text(encoding="utf-8"))
     more = (theirs[at] if at < len(theirs) else None,) if theirs else ()
     lines.append([label, *cells(row, *more)])
@@ -363,7 +365,7 @@ def table(name: str) -> None:
 def show(name: str) -> None:
   """Prints a part of what a command prints, indented."""
   keys, first = PRINTED[name]
-  _, printed = run(name, keys)
+  _, printed = run(keys)
   part = printed[printed.index(first) :].partition("\n\n")[0]
   # Where a choice is remembered, and all that follows, is this machine's.
   shown = itertools.takewhile(lambda line: "; remembered in " not in line, part.splitlines())
