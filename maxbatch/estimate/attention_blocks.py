@@ -1,7 +1,7 @@
 """Tokens in the blocks of queries and keys that the attention kernel for TPUs (splash attention) visits.
 
 Chosen by the instructions that libtpu 0.0.51 schedules for a block, `scripts/attention_blocks.py`
-(docs/compile.md): a visit takes 140 to 410 cycles before it multiplies, and a row of blocks some to begin and
+(docs/compiled_step.md): a visit takes 140 to 410 cycles before it multiplies, and a row of blocks some to begin and
 to end, so that larger blocks cost less in long rows, though more of what lies above the diagonal is computed.
 """
 

@@ -2,7 +2,7 @@
 
 The compiler has no cycles for it. But it schedules bundles of instructions, of which a core starts one in a
 cycle: `scripts/attention_blocks.py` counts those of each kernel by its blocks, as libtpu 0.0.51 schedules
-them, and writes `attention_cycles.json`. What a kernel waits for is not in it (docs/compile.md).
+them, and writes `attention_cycles.json`. What a kernel waits for is not in it (docs/compiled_step.md).
 """
 
 import dataclasses
