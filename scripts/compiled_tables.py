@@ -67,6 +67,14 @@ _WITHOUT_WINDOWS = (
   "remat_policy=custom context=offload "
   "compiler_flags='published --xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000'"
 )
+_BFLOAT16 = {
+  "Llama-2-7B, v5e-256, 4 × 2048": _case("llama2-7b", "v5e-256", 4, 2048),
+  "Llama-2-7B, v5p-64, 4 × 2048": _case("llama2-7b", "v5p-64", 4, 2048),
+  "Llama-3-8B, v6e-64, 4 × 2048": _case("llama3-8b", "v6e-64", 4, 2048),
+  "the same with `compiler_flags=published`": _case("llama3-8b", "v6e-64", 4, 2048, PUBLISHED),
+  "Llama-3-8B, tpu7x-64, 4 × 2048": _case("llama3-8b", "tpu7x-64", 4, 2048),
+  "Llama-3-8B, h100-64, 2 × 8192": _case("llama3-8b", "h100-64", 2, 8192) + " packing=false",
+}
 # The label of a row, and its keys.
 ROWS: Mapping[str, Mapping[str, str]] = {
   "noise": {
@@ -112,6 +120,11 @@ ROWS: Mapping[str, Mapping[str, str]] = {
       "llama3.2-1b", "v6e-8", 4, 2048, _BFLOAT16_WEIGHTS
     ),
     "Gemma-2-2B, v6e-16, 2 × 8192, `full`": _case("gemma2-2b", "v6e-16", 2, 8192),
+  },
+  "eight_bits": {
+    f"{label}{', ' + bits if bits else ''}": f"{keys} quantization={bits}" if bits else keys
+    for (label, keys), eight in zip(_BFLOAT16.items(), ("int8",) * 4 + ("fp8",) * 2, strict=True)
+    for bits in ("", eight)
   },
   "reports": {
     "Llama-2-7B, v5e-256": _case("llama2-7b", "v5e-256", 4, 2048),
@@ -311,6 +324,7 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[dict[str, Any]], Sequence[st
   "slices": (_TIME_AND_PEAK, time_and_peak),
   "precision": (_TIME_AND_PEAK, time_and_peak),
   "narrow": (_TIME_AND_PEAK, time_and_peak),
+  "eight_bits": (_TIME_AND_PEAK, time_and_peak),
 }
 _BESIDE = Callable[[dict[str, Any], Any], Sequence[str]]
 BESIDE: Mapping[str, tuple[Sequence[str], _BESIDE]] = {
